@@ -1,0 +1,17 @@
+"""gact_fx: train in a fraction of the activation memory.
+
+A torch.compile pass that stores what forward keeps for backward in a few bits per element (GACT, ICML 2022):
+
+    import gact_fx
+    model = gact_fx.compile(model, budget_bits=4)
+"""
+
+from gact_fx import ops as ops
+from gact_fx.api import compile as compile
+from gact_fx.api import inspect as inspect
+from gact_fx.config import Config as Config
+from gact_fx.plan import Plan as Plan
+from gact_fx.report import Report as Report
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Plan", "Report", "compile", "inspect", "ops"]

@@ -1,0 +1,113 @@
+"""The boundary with AOTAutograd: the only module that knows its calling convention.
+
+Forward outputs are ``[user outputs…] + saved tensors (version-checked, then not) + opaque + symints``; backward inputs
+are ``symints + saved tensors + opaque + tangents``. The partitioner gives a saved value the same name in both graphs.
+Everyone else sees :class:`GraphPair` and :class:`SavedValue`. Tried with torch 2.11 and 2.13 (descriptors in
+``node.meta["desc"]`` are AOTAutograd's own, and the one private thing used here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class GraphPair:
+    """A partitioned forward and backward graph.
+
+    ``num_user_outputs`` counts the forward outputs before the saved values; ``static_inputs`` names the forward
+    placeholders that are parameters or buffers; ``upstream_inputs`` those that an earlier compiled graph produced
+    (activations that nobody else needs to hold).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_user_outputs: int
+    static_inputs: frozenset[str]
+    upstream_inputs: frozenset[str]
+
+    @property
+    def forward_outputs(self) -> tuple[Any, ...]:
+        return tuple(self.forward.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def backward_outputs(self) -> tuple[Any, ...]:
+        return tuple(self.backward.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def saved_values(self) -> list[SavedValue]:
+        """What forward hands to backward, in the order of forward's outputs."""
+        saved = list(enumerate(self.forward_outputs))[self.num_user_outputs :]
+        symbols = sum(1 for _, node in saved if isinstance(node.meta["val"], torch.SymInt))
+        slots = self.backward.graph.find_nodes(op="placeholder")
+        # Symbols come last out of forward and first into backward.
+        slots = slots[symbols : len(saved)] + slots[:symbols]
+        return [SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)]
+
+    def tangents(self) -> frozenset[str]:
+        """Names of the backward placeholders that are not saved by forward: tangents and backward seeds."""
+        count = len(self.forward_outputs) - self.num_user_outputs
+        return frozenset(node.name for node in self.backward.graph.find_nodes(op="placeholder")[count:])
+
+    def replace_saved(self, value: SavedValue, replacement: fx.Node) -> None:
+        """Save ``replacement`` instead of ``value.source``, at the same position and in the same slot of backward."""
+        output = self.forward.graph.output_node()
+        outputs = list(self.forward_outputs)
+        outputs[value.position] = replacement
+        if value.source.meta.get("saved_tensor_with_no_vc_check"):
+            replacement.meta["saved_tensor_with_no_vc_check"] = True
+        output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg, arg-type]
+        value.placeholder.meta["val"] = replacement.meta["val"]
+        value.placeholder.meta.pop("tensor_meta", None)
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """One value saved for backward.
+
+    ``name`` is its slot: the name of the backward placeholder, which no rewrite changes. ``position`` counts forward's
+    outputs, ``source`` is what forward returns there.
+    """
+
+    name: str
+    position: int
+    source: fx.Node
+    placeholder: fx.Node
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    upstream: Callable[[int], bool],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    compiler: str = "inductor",
+) -> GraphPair:
+    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)`` says whether flat input ``i`` is an activation."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    static = list(static_lifetime_input_indices or ())
+    forward, backward = min_cut_rematerialization_partition(
+        joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+    )
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    # Forward keeps every primal of the joint graph, in order, so the static indices count its placeholders.
+    names = [node.name for node in placeholders]
+    static_names = frozenset(names[index] for index in static if index < len(names))
+    upstream_names = frozenset(
+        node.name
+        for node in placeholders
+        if node.name not in static_names and (index := _input_index(node)) is not None and upstream(index)
+    )
+    return GraphPair(forward, backward, num_fwd_outputs, static_names, upstream_names)
+
+
+def _input_index(placeholder: fx.Node) -> int | None:
+    """Which of the traced function's flat inputs a forward placeholder is, or None where AOTAutograd made it up."""
+    index = getattr(placeholder.meta.get("desc"), "idx", None)
+    return index if isinstance(index, int) else None

@@ -1,0 +1,159 @@
+"""``gact_fx.compile`` and ``gact_fx.inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gact_fx.backend import PlannedBackend, ProfilingBackend, UncompressedBackend
+from gact_fx.config import Config
+from gact_fx.plan import Plan, model_fingerprint
+from gact_fx.profile import LossFunction, default_loss, profile_batches
+from gact_fx.report import Report
+from gact_fx.session import Session
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+_ATTRIBUTE = "_gact_fx_session"
+
+
+def compile(
+    model: Model,
+    *,
+    budget_bits: float | None = 4.0,
+    sample_batches: Iterable[Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    config: Config | None = None,
+    plan: Plan | None = None,
+    **overrides: Any,
+) -> Model:
+    """Compile ``model`` so that what forward keeps for backward is stored in ``budget_bits`` bits per element.
+
+    A module is compiled in place and returned: its parameters, ``state_dict`` and class stay as they are. A plain
+    callable gives a compiled callable. The training loop needs no change.
+
+    Args:
+        model: module or callable to train.
+        budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
+            included, in [1, 16]; ``None`` gives exactly torch.compile. Ignored where ``config`` is given.
+        sample_batches: batches to choose the bits on, before training. Without them the first training step is the
+            sample, and runs uncompressed.
+        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
+            ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
+        config: all options at once; ``overrides`` are single fields of :class:`Config` laid over it.
+        plan: decisions made earlier (``Plan.load``), instead of profiling.
+
+    Raises:
+        ValueError: an option that does not exist or is out of range; empty sample batches; a plan of another model; a
+            loss that is not a scalar or has no gradient.
+        TypeError: ``model`` cannot be called.
+    """
+    if not callable(model):
+        raise TypeError(f"gact_fx.compile: model must be a torch.nn.Module or a function, got {type(model).__name__}")
+    options = overrides if config is not None else {"budget_bits": budget_bits, **overrides}
+    config = Config.from_options(options, config)
+    name = _fingerprint(model)
+    if plan is not None:
+        _check_plan(plan, config, name)
+    session = Session(config, name, plan)
+    target = _Target(model, session)
+    if config.budget_bits is None:
+        target.use("inductor" if config.inner == "inductor" else UncompressedBackend(config))
+    elif plan is not None:
+        target.use(PlannedBackend(session))
+    elif sample_batches is None:
+        session.on_plan = lambda: target.use(PlannedBackend(session))
+        target.use(ProfilingBackend(session, plan_after_step=True))
+    else:
+        target.use(ProfilingBackend(session, plan_after_step=False))
+        try:
+            profile_batches(target.model, session, sample_batches, loss_fn or default_loss)
+        except BaseException:
+            target.restore()
+            raise
+        target.use(PlannedBackend(session))
+    return target.model
+
+
+def inspect(model: Callable[..., Any]) -> Report:
+    """What was rewritten in a model compiled by :func:`compile`, and why not where it was not.
+
+    Raises:
+        ValueError: the model was not compiled by ``gact_fx.compile``.
+    """
+    session = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(session, Session):
+        raise ValueError(
+            f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
+            "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
+        )
+    return Report.from_session(session)
+
+
+class _Target:
+    """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
+
+    def __init__(self, model: Any, session: Session) -> None:
+        self._original = model
+        if isinstance(model, nn.Module):
+            self.model = model
+            self._before = model._compiled_call_impl
+        else:
+            self.model = _CompiledFunction(model)
+        # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
+        object.__setattr__(self.model, _ATTRIBUTE, session)
+
+    def use(self, backend: str | Callable[..., Any]) -> None:
+        if isinstance(self._original, nn.Module):
+            # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
+            # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
+            self._original._compiled_call_impl = torch.compile(_traced(self._original._call_impl), backend=backend)
+        else:
+            self.model.compiled = torch.compile(self._original, backend=backend)
+
+    def restore(self) -> None:
+        """The model as it was before compile()."""
+        if isinstance(self._original, nn.Module):
+            self._original._compiled_call_impl = self._before
+            object.__delattr__(self._original, _ATTRIBUTE)
+
+
+def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _CompiledFunction:
+    """A compiled plain callable, whose compiled form changes once: from profiling to the plan."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__doc__ = function.__doc__
+        self.compiled: Callable[..., Any] = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+
+def _fingerprint(model: object) -> str:
+    if not isinstance(model, nn.Module):
+        return ""
+    return model_fingerprint([(name, tuple(p.shape)) for name, p in model.named_parameters()])
+
+
+def _check_plan(plan: Plan, config: Config, name: str) -> None:
+    if plan.model and name and plan.model != name:
+        raise ValueError(
+            f"gact_fx.compile: the plan was made for another model (parameters {plan.model}, this model has {name}); "
+            "profile this one with sample_batches, or compile without plan="
+        )
+    if plan.group_size != config.group_size:
+        raise ValueError(
+            f"gact_fx.compile: the plan was made for group_size={plan.group_size}, got group_size={config.group_size}; "
+            "pass the plan's"
+        )

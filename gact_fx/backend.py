@@ -1,0 +1,179 @@
+"""The torch.compile backends: one that profiles real steps, one that runs a plan, and ``backend="gact"`` of both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+
+from gact_fx.aot import GraphPair, partition
+from gact_fx.config import Config
+from gact_fx.driver import Driver
+from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
+from gact_fx.passes import measure_sensitivity
+from gact_fx.records import GraphAnalysis
+from gact_fx.session import Session
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class ProfilingBackend:
+    """Runs graphs uncompressed and measures, in every backward pass, the sensitivities of what they saved.
+
+    With ``plan_after_step`` the session's plan is made as soon as every graph that ran forward has run backward.
+    """
+
+    def __init__(self, session: Session, *, plan_after_step: bool) -> None:
+        self._session = session
+        self._plan_after_step = plan_after_step
+        self._waiting: set[int] = set()
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        session = self._session
+        found: list[tuple[GraphPair, GraphAnalysis]] = []
+
+        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), **options)
+            found.append((pair, Driver(pair, session.config).analyze()))
+            return pair.forward, pair.backward
+
+        def interpret(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+            pair, analysis = found[-1]
+            if is_backward:
+                # AOTAutograd may have pruned outputs since it was cut.
+                return self._backward(replace(pair, backward=graph), analysis, id(found))
+            return self._forward(graph, id(found))
+
+        inner = session.config.inner
+        return compile_pair(module, example_inputs, cut, inner=inner, cache_key="profile", interpret=interpret)
+
+    def _forward(self, graph: fx.GraphModule, key: int) -> Compiled:
+        run = interpret_graph(graph, False)
+
+        def forward(arguments: list[Any]) -> Any:
+            # A graph whose outputs the loss ignored never runs backward; do not wait for it for ever.
+            if key in self._waiting and self._session.is_profiled:
+                self._finish()
+            self._waiting.add(key)
+            return run(arguments)
+
+        return _like(run, forward)
+
+    def _backward(self, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
+        run = interpret_graph(pair.backward, True)
+        session = self._session
+
+        def backward(arguments: list[Any]) -> Any:
+            if session.plan is None:
+                self._measure(pair, analysis, list(arguments))
+            result = run(arguments)
+            self._waiting.discard(key)
+            if not self._waiting:
+                self._finish()
+            return result
+
+        return _like(run, backward)
+
+    def _measure(self, pair: GraphPair, analysis: GraphAnalysis, arguments: list[Any]) -> None:
+        session = self._session
+        config = session.config
+        profile = session.profile(analysis)
+        if not config.adaptive:
+            return
+        session.announce(len(analysis.quantized()))
+        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(arguments)):
+            measured = measure_sensitivity(
+                pair,
+                analysis,
+                arguments,
+                group_size=config.group_size,
+                seed=config.seed,
+                draws=config.profile_draws,
+                progress=session.progress,
+            )
+        profile.add(measured)
+
+    def _finish(self) -> None:
+        if self._plan_after_step and self._session.plan is None:
+            self._session.make_plan()
+
+
+class PlannedBackend:
+    """Rewrites graphs by the session's plan, and compiles them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        session = self._session
+
+        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), **options)
+            pair = session.rewrite(pair, channels_last_nodes(pair.forward, session.config.inner))
+            return pair.forward, pair.backward
+
+        inner = session.config.inner
+        return compile_pair(module, example_inputs, cut, inner=inner, cache_key=session.cache_key())
+
+
+class UncompressedBackend:
+    """``budget_bits=None``: what torch.compile gives, from the same inner compiler."""
+
+    def __init__(self, config: Config) -> None:
+        self._inner = config.inner
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        if self._inner == "inductor":
+            return torch._inductor.compile(module, list(example_inputs))
+
+        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+            pair = partition(joint, joint_inputs, lambda index: False, **options)
+            return pair.forward, pair.backward
+
+        return compile_pair(module, example_inputs, cut, inner=self._inner, cache_key="uncompressed")
+
+
+def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
+    """``torch.compile(model, backend="gact", options={...})``; the options are the fields of :class:`Config`.
+
+    Every graph is its own model here: its first training step is the sample, the next one runs its plan.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    config = Config.from_options(options or {})
+    if config.budget_bits is None or not torch.is_grad_enabled():
+        return UncompressedBackend(config)(module, example_inputs)
+    session = Session(config)
+    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
+    sampled = ProfilingBackend(session, plan_after_step=True)(twin, example_inputs)
+    planned: Callable[..., Any] = torch.compile(module, backend=PlannedBackend(session))
+
+    @torch.compiler.disable(recursive=False)
+    def run(*arguments: Any) -> Any:
+        return (sampled if session.plan is None else planned)(*arguments)
+
+    return run
+
+
+def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[int], bool]:
+    """Whether flat input i is an activation of an earlier graph: it requires grad, and somebody computed it."""
+    # Parameters that Dynamo left inside the module come first among AOTAutograd's inputs.
+    offset = len(list(module.parameters())) + len(list(module.buffers()))
+    flags = [isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in example_inputs]
+    return lambda index: 0 <= index - offset < len(flags) and flags[index - offset]
+
+
+def _like(original: Compiled, call: Compiled) -> Compiled:
+    call._boxed_call = original._boxed_call  # type: ignore[attr-defined]
+    return call
+
+
+def _cuda_devices(arguments: list[Any]) -> list[int]:
+    devices = {a.device for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
+    return sorted(d.index for d in devices if d.index is not None)

@@ -1,0 +1,69 @@
+"""Runs the passes on one pair of graphs: times them, verifies every edit, keeps every stage's text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gact_fx.aot import GraphPair
+from gact_fx.config import Config
+from gact_fx.passes import decide_eligibility, find_saved_tensors, insert_compression, verify_graphs
+from gact_fx.plan import GraphPlan
+from gact_fx.records import GraphAnalysis
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass as it ran: its seconds, and for a pass that edits, both graphs' text before and after."""
+
+    name: str
+    seconds: float
+    before: tuple[str, str] | None = None
+    after: tuple[str, str] | None = None
+
+
+@dataclass
+class Driver:
+    """The passes over one ``pair``; ``stages`` grows as they run."""
+
+    pair: GraphPair
+    config: Config
+    stages: list[Stage] = field(default_factory=list)
+
+    def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
+        """Passes 1 and 2: what is saved, and how it may be stored."""
+        saved = self._run("find_saved_tensors", lambda: find_saved_tensors(self.pair))
+        return self._run(
+            "decide_eligibility",
+            lambda: decide_eligibility(
+                self.pair, saved, min_elements=self.config.min_elements, channels_last=channels_last
+            ),
+        )
+
+    def rewrite(self, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
+        """Passes 5 and 6: carry ``plan`` out on the pair, in place."""
+        slots = tuple(tensor.name for tensor in analysis.saved)
+        self._run(
+            "insert_compression",
+            lambda: insert_compression(self.pair, analysis, plan, group_size=self.config.group_size),
+            edits=True,
+        )
+        self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
+        return self.pair
+
+    def _run(self, name: str, run: Callable[[], Result], edits: bool = False) -> Result:
+        before = self._text() if edits else None
+        start = time.perf_counter()
+        result = run()
+        seconds = time.perf_counter() - start
+        self.stages.append(Stage(name, seconds, before, self._text() if edits else None))
+        return result
+
+    def _text(self) -> tuple[str, str]:
+        graphs = (self.pair.forward, self.pair.backward)
+        forward, backward = (graph.print_readable(print_output=False) for graph in graphs)
+        return forward, backward

@@ -1,0 +1,143 @@
+"""The compilers that a rewritten pair of graphs goes to. The only module with Inductor's private API.
+
+Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``, the output meta
+``user_visible_output_idxs``, and the layout rule of ``GraphLowering.find_nodes_prefer_channels_last``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+Compiled = Callable[..., Any]
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+# Instead of compiling a graph, run it through this: (graph, is_backward) -> a function of a list of inputs.
+Interpret = Callable[[fx.GraphModule, bool], Compiled]
+
+aten = torch.ops.aten
+
+
+def compile_pair(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Partition,
+    *,
+    inner: str,
+    cache_key: str,
+    interpret: Interpret | None = None,
+) -> Compiled:
+    """Compile what Dynamo traced, with ``partition`` in place of PyTorch's partitioner.
+
+    ``partition(joint, joint_inputs, **aot_options)`` returns the two graphs. ``inner`` is ``"inductor"`` or ``"eager"``;
+    with ``interpret`` both graphs are traced for that compiler but run through ``interpret``. ``cache_key`` identifies
+    everything that ``partition`` depends on.
+    """
+    import torch._functorch.config as functorch_config
+
+    # A hit in AOTAutograd's cache never calls the partitioner.
+    with functorch_config.patch(enable_autograd_cache=False):
+        if inner == "eager":
+            return _compile_eager(module, example_inputs, partition, interpret or interpret_graph)
+        return _compile_inductor(module, example_inputs, partition, cache_key, interpret)
+
+
+def interpret_graph(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+    """Run a graph operator by operator, freeing every value after its last use."""
+    return _boxed(fx.Interpreter(graph).boxed_run)
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Compiled:
+    def call(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    # AOTAutograd then passes its arguments as one list, which the callee empties.
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _compile_eager(
+    module: fx.GraphModule, example_inputs: Sequence[Any], partition: Partition, interpret: Interpret
+) -> Compiled:
+    from torch._decomp import get_decompositions
+    from torch._dynamo.backends.common import aot_autograd
+
+    # These compare their saved argument inside one operator; as separate operators the comparison is seen as a mask.
+    comparing = [
+        aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
+        aten.hardsigmoid_backward, aten._prelu_kernel_backward, aten.elu_backward,
+    ]  # fmt: skip
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: interpret(graph, False),
+        bw_compiler=lambda graph, _: interpret(graph, True),
+        inference_compiler=lambda graph, _: interpret_graph(graph, False),
+        partition_fn=partition,
+        decompositions=get_decompositions(comparing),
+    )
+    return backend(module, example_inputs)
+
+
+def _compile_inductor(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Partition,
+    cache_key: str,
+    interpret: Interpret | None,
+) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_inference"):
+            return compile_fx_inner(graph, inputs, **options)
+        if interpret is not None:
+            return interpret(graph, bool(options.get("is_backward")))
+        _keep_input_layouts(graph)
+        return compile_fx_inner(graph, inputs, **options)
+
+    patches = {"custom_partitioner_fn": _partitioner(partition, cache_key)}
+    return compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=patches)
+
+
+def _keep_input_layouts(graph: fx.GraphModule) -> None:
+    """Return saved inputs as they are: Inductor would save a channels-last copy of every convolution's weight."""
+    output = graph.graph.output_node()
+    visible = output.meta.get("user_visible_output_idxs")
+    outputs = output.args[0]
+    if visible is not None and isinstance(outputs, (list, tuple)):
+        saved_inputs = [i for i, n in enumerate(outputs) if isinstance(n, fx.Node) and n.op == "placeholder"]
+        output.meta["user_visible_output_idxs"] = sorted({*visible, *saved_inputs})
+
+
+def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
+    """Nodes that Inductor will lay out channels-last although the graph says contiguous.
+
+    Only a matter of speed: reading a tensor in an order that is not its memory's costs a copy, never a wrong value.
+    """
+    if inner != "inductor":
+        return frozenset()
+    chosen: set[fx.Node] = set()
+    for node in reversed(forward.graph.nodes):
+        if node.target is aten.bmm.default or node.op == "output":
+            continue
+        if node.target is aten.convolution.default or any(user in chosen for user in node.users):
+            chosen.add(node)
+    return frozenset(n.name for n in chosen if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].dim() == 4)
+
+
+def _partitioner(partition: Partition, cache_key: str) -> Any:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+            return partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return cache_key
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # Inductor pickles its configuration for its cache keys.
+            return str, (cache_key,)
+
+    return Partitioner()

@@ -1,0 +1,137 @@
+"""The two operators, ``gact_fx::compress`` and ``gact_fx::decompress``: schemas, fakes, implementations.
+
+Both are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
+element's index and its group's metadata. They have no autograd formula, since they are put into graphs that were
+differentiated already. PyTorch code (`gact_fx.reference`) serves every device; the extension ``gact_fx._C`` overrides
+it with kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the extension unloaded.
+"""
+
+import importlib
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from gact_fx import reference
+from gact_fx.codec_layout import blob_nbytes, check_compress, check_decompress
+
+__all__ = ["compress", "decompress", "has_compiled_kernels"]
+
+# Elements are read and written in logical row-major order, whatever the strides: a layout that the compiler chose
+# differently from what it traced can cost a copy, never correctness. Hence no fixed stride order.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+_SCHEMAS = (
+    "compress(Tensor x, int bits, int group_size, int seed, Tensor? mask=None) -> Tensor",
+    "decompress(Tensor blob, SymInt[] size, ScalarType dtype, int bits, int group_size) -> Tensor",
+)
+
+_library = torch.library.Library("gact_fx", "DEF")  # type: ignore[no-untyped-call]
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+for _implementation in (reference.compress, reference.decompress):
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def _compress_fake(
+    x: torch.Tensor, bits: int, group_size: int, seed: int, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    check_compress(x, bits, group_size, mask)
+    mask_numel = 0 if mask is None else mask.numel()
+    return x.new_empty((blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel),), dtype=torch.uint8)
+
+
+def _decompress_fake(
+    blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, group_size: int
+) -> torch.Tensor:
+    check_decompress(blob, size, dtype, bits, group_size)
+    return blob.new_empty(size, dtype=dtype)
+
+
+torch.library.register_fake("gact_fx::compress", _compress_fake, lib=_library)
+torch.library.register_fake("gact_fx::decompress", _decompress_fake, lib=_library)
+
+
+def _load_extension() -> None:
+    if os.environ.get("GACT_FX_NO_EXT") == "1":
+        return
+    try:
+        importlib.import_module("gact_fx._C")
+    except ModuleNotFoundError:
+        pass  # it is optional
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"gact_fx: the extension gact_fx._C does not load, so the slow PyTorch implementation serves; "
+            f"rebuild it against torch {torch.__version__}: {error}",
+            stacklevel=2,
+        )
+
+
+_load_extension()
+
+
+def has_compiled_kernels(device_type: str) -> bool:
+    """Return whether both operators have compiled kernels for a device type such as ``"cpu"`` or ``"cuda"``.
+
+    Without them the PyTorch implementation serves: same results bit by bit, many times slower.
+    """
+    try:
+        return all(
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"gact_fx::{op}", device_type.upper())
+            for op in ("compress", "decompress")
+        )
+    except RuntimeError:  # no such dispatch key
+        return False
+
+
+def compress(
+    x: torch.Tensor, bits: int, group_size: int = 256, seed: int = 0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Quantise a tensor to a few bits per element by stochastic rounding within groups, into one blob of bytes.
+
+    The expectation of what `decompress` returns is ``x``, over seeds. Groups are taken in row-major order. A group
+    that is constant, and the minimum of any group, come back exactly (-0.0 as +0.0); NaN and infinities come back
+    where they went in, except that one bit per element has no room for two kinds of them in a group, which then all
+    come back as NaN. Where the kinds leave a single finite level, finite values come back as their group's minimum.
+    Only there, and where values would decode beyond the dtype's largest and are clamped to it, is a value biased.
+
+    Args:
+        x: float32, bfloat16 or float16 of any shape and strides; or bool, which is packed exactly.
+        bits: width of a code, 1 to 8; 1 for bool.
+        group_size: elements that share a minimum and a step, a power of two from 32 to 1024; ignored for bool.
+        seed: 64 bits that the noise depends on; ignored for bool.
+        mask: bool of any shape on the same device, packed behind the codes at one bit per element.
+
+    Returns:
+        1-D uint8 tensor of `gact_fx.codec_layout.blob_nbytes` elements.
+
+    Raises:
+        ValueError: ``bits``, ``group_size`` or a dtype is not one of the above, or the devices differ.
+
+    Sources: ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) for per-group stochastic quantisation.
+    """
+    blob: torch.Tensor = torch.ops.gact_fx.compress.default(x, bits, group_size, seed, mask)
+    return blob
+
+
+def decompress(
+    blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, group_size: int = 256
+) -> torch.Tensor:
+    """Return the tensor that a blob of `compress` stands for, or the mask at its end.
+
+    Args:
+        blob: 1-D uint8, from `compress`.
+        size: shape of the tensor that was compressed; any shape with as many elements will do.
+        dtype: dtype of the tensor that was compressed; bool reads the mask at the end of the blob.
+        bits: as for `compress`; ignored for bool.
+        group_size: as for `compress`; ignored for bool.
+
+    Returns:
+        A new contiguous tensor of the given size and dtype.
+
+    Raises:
+        ValueError: an argument is not one of the above, or the blob is too short for the size.
+    """
+    result: torch.Tensor = torch.ops.gact_fx.decompress.default(blob, size, dtype, bits, group_size)
+    return result

@@ -1,0 +1,92 @@
+"""The plan: what was decided for every saved tensor of every graph, as plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gact_fx.records import SavedTensor
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One saved tensor: ``bits`` per code (None: kept exact), its slot seed, and the measured sensitivity.
+
+    ``sensitivity`` is GACT's c_l, in units of squared gradient: the tensor adds ``c_l / (2^bits - 1)^2`` to the
+    variance of the gradient. None where it was not measured.
+    """
+
+    name: str
+    bits: int | None
+    seed: int
+    sensitivity: float | None
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """One graph, recognised by the fingerprint of what it saves."""
+
+    fingerprint: str
+    tensors: tuple[TensorPlan, ...]
+
+    def tensor(self, name: str) -> TensorPlan | None:
+        return next((t for t in self.tensors if t.name == name), None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for a whole model. Saved as JSON; ``model`` is the fingerprint of its parameters ('' if unknown)."""
+
+    budget_bits: float
+    group_size: int
+    model: str
+    graphs: tuple[GraphPlan, ...]
+
+    def graph(self, fingerprint: str) -> GraphPlan | None:
+        return next((g for g in self.graphs if g.fingerprint == fingerprint), None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by :meth:`save`.
+
+        Raises:
+            ValueError: the file is not a plan, or one of another format.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            found = data.pop("format")
+            if found != FORMAT:
+                raise ValueError(f"it has format {found}, this version reads format {FORMAT}")
+            return cls(**{**data, "graphs": tuple(_graph_plan(graph) for graph in data["graphs"])})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"gact_fx.Plan.load: {path} is not a plan of gact_fx ({error}); write one with plan.save") from error
+
+
+def _graph_plan(data: dict[str, Any]) -> GraphPlan:
+    return GraphPlan(data["fingerprint"], tuple(TensorPlan(**tensor) for tensor in data["tensors"]))
+
+
+def graph_fingerprint(saved: tuple[SavedTensor, ...]) -> str:
+    """Names, operators, dtypes and ranks of what a graph saves; sizes are left out, so that another batch size fits."""
+    text = ";".join(f"{t.name} {t.op} {t.dtype} {len(t.shape)}" for t in saved)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def model_fingerprint(parameters: list[tuple[str, tuple[int, ...]]]) -> str:
+    """Names and shapes of a model's parameters."""
+    return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16] if parameters else ""
+
+
+def slot_seed(seed: int, graph: str, name: str) -> int:
+    """The seed of one saved tensor's noise: independent of the other tensors' and of where in the plan it stands."""
+    digest = hashlib.sha256(f"{seed}/{graph}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,77 @@
+"""The records that flow between passes: what is saved, and what was decided about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+KEEP, QUANTIZE, MASK, ALIAS = "keep", "quantize", "mask", "alias"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One value that forward saves for backward, as the partitioner left it.
+
+    ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
+    numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
+    ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), or ``"symbol"`` (not a tensor at all).
+    """
+
+    name: str
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype | None
+    storage: int
+    storage_nbytes: int
+    owner: str
+    dynamic: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Eligibility:
+    """How one saved tensor may be stored, and why not where it may not.
+
+    ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"alias"`` (the blob of ``alias_of``
+    serves) or ``"keep"``. ``masks`` names the backward nodes whose exact boolean values travel in the tensor's blob.
+    ``order`` lists the dimensions from the slowest to the fastest in memory.
+    """
+
+    name: str
+    encoding: str
+    reason: str
+    masks: tuple[str, ...] = ()
+    mask_numel: int = 0
+    order: tuple[int, ...] = ()
+    alias_of: str = ""
+    # False where only the masks are read in backward, so that no value needs storing.
+    values: bool = True
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.encoding != KEEP
+
+
+@dataclass(frozen=True)
+class GraphAnalysis:
+    """What the analyses found in one pair of graphs: both tuples in the order of forward's outputs."""
+
+    saved: tuple[SavedTensor, ...]
+    eligibility: tuple[Eligibility, ...]
+
+    def quantized(self) -> list[tuple[SavedTensor, Eligibility]]:
+        """The tensors whose width is to be chosen."""
+        return [(t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values]

@@ -1,0 +1,203 @@
+"""The report behind ``gact_fx.inspect``: every saved tensor, how it is stored, and why not smaller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from gact_fx.codec_layout import blob_nbytes
+from gact_fx.driver import Stage
+from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
+
+if TYPE_CHECKING:
+    from gact_fx.session import GraphRecord, Session
+
+
+@dataclass(frozen=True)
+class Row:
+    """One saved tensor. Bytes are those held between forward and backward, each storage counted once; a tensor that is
+    held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of a code, None where kept exact.
+    """
+
+    graph: int
+    name: str
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str
+    bits: int | None
+    sensitivity: float | None
+    bytes_before: int
+    bytes_after: int
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One pair of rewritten graphs (``forward.print_readable()`` shows one) and the passes that made it."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was rewritten. ``note`` says what state the model is in."""
+
+    rows: tuple[Row, ...]
+    graphs: tuple[GraphReport, ...]
+    note: str
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes that the same graphs hold for backward without compression, parameters and inputs excluded."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes that the rewritten graphs hold."""
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """``bytes_before / bytes_after``; 1 where nothing is held."""
+        return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+
+    @property
+    def average_bits(self) -> float | None:
+        """Bits per element over the tensors with codes, their metadata and masks included."""
+        rows = [row for row in self.rows if row.encoding == QUANTIZE]
+        elements = sum(row.numel for row in rows)
+        return 8 * sum(row.bytes_after for row in rows) / elements if elements else None
+
+    def to_json(self) -> str:
+        """Rows and totals as JSON."""
+        totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "ratio": self.ratio}
+        rows = [asdict(row) for row in self.rows]
+        return json.dumps({"note": self.note, **totals, "average_bits": self.average_bits, "rows": rows}, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+    @classmethod
+    def from_session(cls, session: Session) -> Report:
+        """The report on everything that the session has compiled so far."""
+        rows = tuple(row for i, record in enumerate(session.records) for row in _rows(i, record, session))
+        graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in session.records)
+        return cls(rows, graphs, _note(session))
+
+
+def _note(session: Session) -> str:
+    if session.config.budget_bits is None:
+        return "compression is off (budget_bits=None)"
+    if session.plan is None:
+        return "no plan yet: the first training step is the sample; run forward and backward once"
+    if not session.records:
+        return "a plan, and no graph compiled with it yet; run a training step"
+    if all(row.encoding == KEEP for i, record in enumerate(session.records) for row in _rows(i, record, session)):
+        return "nothing to compress: the reasons are in the table"
+    return ""
+
+
+def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
+    held: set[int] = set()
+    entries = {entry.name: entry for entry in record.plan.tensors}
+    for tensor, how in zip(record.analysis.saved, record.analysis.eligibility, strict=True):
+        entry = entries.get(tensor.name)
+        bits = entry.bits if entry is not None else None
+        encoding, reason = how.encoding, how.reason
+        if encoding == QUANTIZE and bits is None:
+            encoding, reason = KEEP, "the planner found it worth its bytes"
+        before = 0
+        if tensor.owner == "nobody" and tensor.storage not in held:
+            held.add(tensor.storage)
+            before = tensor.storage_nbytes
+        yield Row(
+            graph=graph,
+            name=tensor.name,
+            module=tensor.module,
+            op=tensor.op,
+            shape=tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            encoding=encoding,
+            bits=1 if encoding == MASK else bits if encoding == QUANTIZE else None,
+            sensitivity=entry.sensitivity if entry is not None else None,
+            bytes_before=before,
+            bytes_after=_bytes_after(tensor, how, encoding, bits, before, session.config.group_size),
+            reason=reason,
+        )
+
+
+def _bytes_after(
+    tensor: SavedTensor, how: Eligibility, encoding: str, bits: int | None, before: int, group_size: int
+) -> int:
+    if encoding == MASK:
+        return int(blob_nbytes(how.mask_numel or tensor.numel, torch.bool, 1, group_size))
+    if encoding == QUANTIZE and bits is not None and tensor.dtype is not None:
+        return int(blob_nbytes(tensor.numel, tensor.dtype, bits, group_size, how.mask_numel))
+    return 0 if encoding == ALIAS else before
+
+
+_COLUMNS = ("graph", "tensor", "op", "shape", "dtype", "stored", "bits", "sensitivity", "before", "after", "reason")
+_RIGHT = {"graph", "bits", "sensitivity", "before", "after"}
+
+
+def _table(report: Report) -> Iterator[str]:
+    shown = [row for row in report.rows if row.bytes_before or row.bytes_after]
+    free = len(report.rows) - len(shown)
+    lines = [_COLUMNS, *(_cells(row) for row in shown)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    if shown:
+        for line in lines:
+            yield "  ".join(_pad(cell, w, c) for cell, w, c in zip(line, widths, _COLUMNS, strict=True)).rstrip()
+    if free:
+        reasons = ", ".join(_count_reasons(row.reason for row in report.rows if row not in shown))
+        yield f"and {free} saved values that cost nothing ({reasons})"
+    if report.note:
+        yield f"gact_fx: {report.note}"
+    if shown:
+        bits = f", {report.average_bits:.2f} bits per compressed element" if report.average_bits else ""
+        yield (
+            f"held for backward: {_size(report.bytes_before)} before, {_size(report.bytes_after)} after "
+            f"({report.ratio:.1f}x{bits})"
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sensitivity = f"{row.sensitivity:.2e}" if row.sensitivity is not None else ""
+    bits = str(row.bits) if row.bits is not None else ""
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    sizes = (_size(row.bytes_before), _size(row.bytes_after))
+    return (str(row.graph), row.name, row.op, shape, row.dtype, row.encoding, bits, sensitivity, *sizes, row.reason)
+
+
+def _count_reasons(reasons: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for reason in reasons:
+        reason = "the same memory as another" if reason.startswith("the same memory") else reason
+        counts[reason] = counts.get(reason, 0) + 1
+    return [f"{count} {reason}" for reason, count in counts.items()]
+
+
+def _pad(cell: str, width: int, column: str) -> str:
+    return cell.rjust(width) if column in _RIGHT else cell.ljust(width)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,163 @@
+"""Decide which saved tensors may be compressed, and how, with a reason for each refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.symbolic import SizeBuilder, hint
+from gact_fx.passes.find_masks import MaskAnalysis, find_masks
+
+aten = torch.ops.aten
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_OWNERS = {
+    "parameter": "a parameter or buffer, held anyway",
+    "caller": "an input that the caller holds",
+    "symbol": "not a tensor",
+}
+# Reductions whose results are per-row statistics (means, variances, maxima of softmax, logsumexp): few, and every
+# element of the row depends on them.
+_REDUCTIONS = frozenset(
+    {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
+     aten.prod, aten.norm, aten.linalg_vector_norm}
+)  # fmt: skip
+# Outputs of fused operators that are statistics: (operator, index) of the getitem.
+_STATISTICS = frozenset(
+    {(aten.native_layer_norm, 1), (aten.native_layer_norm, 2), (aten.native_group_norm, 1), (aten.native_group_norm, 2),
+     (aten.native_batch_norm, 1), (aten.native_batch_norm, 2), (aten._native_batch_norm_legit_functional, 1),
+     (aten._native_batch_norm_legit_functional, 2), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
+     (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
+     (aten._scaled_dot_product_cudnn_attention, 1)}
+)  # fmt: skip
+
+
+def decide_eligibility(
+    pair: GraphPair,
+    saved: tuple[SavedTensor, ...],
+    *,
+    min_elements: int,
+    channels_last: frozenset[str] = frozenset(),
+) -> GraphAnalysis:
+    """The encoding of every saved tensor; ``channels_last`` names those that the inner compiler lays out so."""
+    sources = {value.name: value.source for value in pair.saved_values()}
+    sizes = SizeBuilder(pair.backward.graph)
+    reasons = {t.name: _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
+    while True:
+        _refuse_shared(saved, reasons)
+        lossy = frozenset(t.name for t in saved if not reasons[t.name] and t.dtype is not torch.bool)
+        masks = find_masks(pair, lossy)
+        if not masks.refused:
+            break
+        reasons.update(masks.refused)
+    aliases = _aliases(saved, reasons, masks)
+    reordered = channels_last - set(aliases.values())
+    mask_numel = {n.name: hint(n.meta["val"].numel()) for n in pair.backward.graph.nodes if n.name in masks.hosts}
+    decisions = []
+    for tensor in saved:
+        name = tensor.name
+        if reasons[name]:
+            decisions.append(Eligibility(name, KEEP, reasons[name]))
+            continue
+        own = tuple(mask for mask, host in masks.hosts.items() if host == name)
+        decision = Eligibility(
+            name,
+            MASK if tensor.dtype is torch.bool else QUANTIZE,
+            "boolean, stored exactly" if tensor.dtype is torch.bool else "",
+            masks=own,
+            mask_numel=sum(mask_numel[mask] for mask in own),
+            order=(0, 2, 3, 1) if name in reordered and len(tensor.shape) == 4 else _memory_order(tensor),
+            values=name in masks.values,
+        )
+        if not decision.values:
+            reason = "backward only compares it" if own else "backward reads it through other tensors only"
+            decision = replace(decision, encoding=MASK, reason=reason)
+        if name in aliases:
+            reason = f"the same memory as {aliases[name]}"
+            decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_memory_order(tensor))
+        decisions.append(decision)
+    return GraphAnalysis(saved, tuple(decisions))
+
+
+def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
+    if tensor.owner in _OWNERS:
+        return _OWNERS[tensor.owner]
+    if tensor.dtype not in (*FLOATS, torch.bool):
+        return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
+    if tensor.numel < min_elements:
+        return f"fewer than {min_elements} elements"
+    if tensor.nbytes > tensor.storage_nbytes:
+        return "an expanded view, smaller in memory than as values"
+    if tensor.dtype is not torch.bool and _is_statistic(node):
+        return "a statistic of rows or channels"
+    roots = _roots(node)
+    if all(root.name in pair.static_inputs for root in roots):
+        return "computed from parameters alone" if roots else "a constant"
+    if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
+        return "its size is not known in backward"
+    return ""
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether ``node`` is a reduction, or pointwise work on reductions alone (``rsqrt(var + eps)``)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function":
+        return False
+    if packet is None:  # getitem
+        parent, index = node.args[0], node.args[1]
+        parent_packet = getattr(parent.target, "overloadpacket", None) if isinstance(parent, fx.Node) else None
+        return parent_packet in _REDUCTIONS or (parent_packet, index) in _STATISTICS
+    if packet in _REDUCTIONS:
+        return True
+    is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in (
+        aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.permute, aten.clone, aten.detach, aten.alias,
+    )  # fmt: skip
+    inputs = node.all_input_nodes
+    return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
+
+
+def _roots(node: fx.Node) -> set[fx.Node]:
+    """The placeholders and random operators that ``node`` is computed from."""
+    stack, seen, roots = [node], set(), set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        tags = getattr(current.target, "tags", ())
+        if current.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
+            roots.add(current)
+        stack.extend(current.all_input_nodes)
+    return roots
+
+
+def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:
+    """A storage is freed only when every saved tensor in it is compressed."""
+    kept = {t.storage: t.name for t in saved if reasons[t.name] and t.dtype is not None}
+    for tensor in saved:
+        if not reasons[tensor.name] and tensor.storage in kept:
+            reasons[tensor.name] = f"shares its memory with {kept[tensor.storage]}, which is kept"
+
+
+def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: MaskAnalysis) -> dict[str, str]:
+    """Tensors that are the whole of a storage which another saved tensor is the whole of, too."""
+    first: dict[tuple[int, torch.dtype | None], str] = {}
+    aliases = {}
+    for tensor in saved:
+        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
+        if reasons[tensor.name] or not is_whole or tensor.name not in masks.values:
+            continue
+        key = (tensor.storage, tensor.dtype)
+        if key in first and tensor.name not in masks.hosts.values():
+            aliases[tensor.name] = first[key]
+        first.setdefault(key, tensor.name)
+    return aliases
+
+
+def _memory_order(tensor: SavedTensor) -> tuple[int, ...]:
+    return tuple(sorted(range(len(tensor.shape)), key=lambda d: (-tensor.stride[d], d)))

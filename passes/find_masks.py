@@ -1,0 +1,120 @@
+"""Find the decisions that backward takes from saved values, so that they can be stored exactly.
+
+Backward compares saved values (ReLU's ``x <= 0``) and recomputes short chains that end in a comparison (batch norm, then
+ReLU). From a quantized value such a decision flips, and a flipped decision is a biased gradient. A decision that follows
+from saved values alone is therefore taken in forward, and stored at one bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+
+aten = torch.ops.aten
+
+# Float-valued, but with steps in them; the backward formulas compare their saved argument.
+_DISCONTINUOUS = frozenset(
+    {
+        aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.heaviside, aten.fmod, aten.remainder,
+        aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
+        aten.hardsigmoid_backward, aten.hardshrink_backward, aten.softshrink_backward, aten.rrelu_with_noise_backward,
+        aten._prelu_kernel_backward, aten.threshold,
+    }
+)
+
+
+@dataclass(frozen=True)
+class MaskAnalysis:
+    """``hosts``: mask node of backward → the saved tensor in whose blob it travels. ``refused``: saved tensor → why
+    backward needs it exactly. ``values``: saved tensors of which backward still reads values once the masks are exact.
+    """
+
+    hosts: dict[str, str]
+    refused: dict[str, str]
+    values: frozenset[str]
+
+
+def find_masks(pair: GraphPair, lossy: frozenset[str]) -> MaskAnalysis:
+    """Split the uses of the ``lossy`` saved tensors into exact decisions and values.
+
+    A tensor that feeds a decision which cannot be taken in forward is refused, which may make other nodes exact, so the
+    walk is repeated until nothing more is refused.
+    """
+    refused: dict[str, str] = {}
+    while True:
+        hosts, more = _walk(pair, lossy - refused.keys())
+        if not more:
+            return MaskAnalysis(hosts, refused, _values_read(pair, frozenset(hosts)))
+        refused.update(more)
+
+
+def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
+    sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
+    derivable: set[fx.Node] = set()  # nodes that forward could compute as well
+    decisions: list[fx.Node] = []
+    refused: dict[str, str] = {}
+    tangents = pair.tangents()
+    for node in pair.backward.graph.nodes:
+        if node.op == "placeholder":
+            sources[node] = frozenset({node.name}) & lossy
+            if node.name not in tangents:
+                derivable.add(node)
+            continue
+        if node.op == "output":
+            continue
+        inputs = node.all_input_nodes
+        sources[node] = frozenset().union(*(sources[i] for i in inputs))
+        if node.op == "call_function" and _is_copyable(node) and all(i in derivable for i in inputs):
+            derivable.add(node)
+        if not sources[node]:
+            continue
+        if _is_boolean(node) and node in derivable:
+            decisions.append(node)
+        elif _decides(node):
+            refused.update({name: f"backward decides by it ({node.target})" for name in sources[node]})
+    if refused:
+        return {}, refused
+    # Of a chain of boolean operations only the last results need storing.
+    boolean = set(decisions)
+    hosts = {
+        node.name: min(sources[node]) for node in decisions if any(user not in boolean for user in node.users)
+    }
+    return hosts, {}
+
+
+def _decides(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _DISCONTINUOUS:
+        return True
+    values = node.meta.get("val")
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    # A multi-output operator is judged by its getitems.
+    return len(tensors) == 1 and not tensors[0].dtype.is_floating_point and not tensors[0].dtype.is_complex
+
+
+def _is_boolean(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
+
+
+def _is_copyable(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
+def _values_read(pair: GraphPair, masks: frozenset[str]) -> frozenset[str]:
+    """Placeholders that backward's outputs need when the nodes in ``masks`` are given."""
+    stack = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node.name not in masks:
+                stack.extend(node.all_input_nodes)
+    return frozenset(node.name for node in seen if node.op == "placeholder")

@@ -1,0 +1,215 @@
+"""Insert compress into forward and decompress into backward. The only pass that edits graphs.
+
+Every saved tensor's blob takes the tensor's place among forward's outputs and backward's inputs, so counts and order
+never change. Compression goes right after the source's last use in forward, decompression right before its first use in
+backward, so that the values live as briefly as they can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
+from gact_fx.aot import GraphPair, SavedValue
+from gact_fx.plan import GraphPlan
+from gact_fx.records import ALIAS, MASK, QUANTIZE, Eligibility, GraphAnalysis
+from gact_fx.symbolic import SizeBuilder
+
+aten = torch.ops.aten
+compress = torch.ops.gact_fx.compress.default
+decompress = torch.ops.gact_fx.decompress.default
+MASK_BITS = 1
+
+
+def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan, *, group_size: int) -> GraphPair:
+    """Rewrite ``pair`` in place; tensors that ``plan`` keeps (``bits`` None) stay as they are.
+
+    Raises:
+        KeyError: ``plan`` has no entry for a tensor that is to be quantized.
+    """
+    editor = _Editor(pair, group_size)
+    values = {value.name: value for value in pair.saved_values()}
+    entries = {entry.name: entry for entry in plan.tensors}
+    aliases: dict[str, list[SavedValue]] = {}
+    for how in analysis.eligibility:
+        if how.encoding == ALIAS:
+            aliases.setdefault(how.alias_of, []).append(values[how.name])
+    for how in analysis.eligibility:
+        value = values[how.name]
+        if how.encoding == MASK:
+            editor.save_masks(value, how)
+        elif how.encoding == QUANTIZE and (bits := entries[how.name].bits) is not None:
+            editor.save_codes(value, how, bits, entries[how.name].seed, aliases.get(how.name, []))
+    editor.finish()
+    return pair
+
+
+class _Editor:
+    """Edits forward at once and collects backward's edits, since mask chains are copied from backward as it was."""
+
+    def __init__(self, pair: GraphPair, group_size: int) -> None:
+        self._pair = pair
+        self._group_size = group_size
+        self._sizes = SizeBuilder(pair.backward.graph)
+        self._backward = {node.name: node for node in pair.backward.graph.nodes}
+        self._forward = {node.name: node for node in pair.forward.graph.nodes}
+        self._sources = {value.placeholder: value.source for value in pair.saved_values()}
+        self._mask_edits: list[Callable[[], None]] = []
+        self._value_edits: list[Callable[[], None]] = []
+
+    def save_codes(self, value: SavedValue, how: Eligibility, bits: int, seed: int, aliases: list[SavedValue]) -> None:
+        mask = self._packed_masks(how)
+        dense = self._in_order(value.source, how.order)
+        extra = () if mask is None else (mask,)
+        blob = self._add_forward(compress, (dense, bits, self._group_size, seed, *extra), f"{value.name}_blob")
+        views = [(alias, alias.source.meta["val"]) for alias in aliases]
+        for saved in (value, *aliases):
+            self._pair.replace_saved(saved, blob)
+        self._mask_edits.append(lambda: self._load_masks(value, how))
+        self._value_edits.append(lambda: self._load_values(value, how.order, bits, views))
+
+    def save_masks(self, value: SavedValue, how: Eligibility) -> None:
+        mask = self._packed_masks(how) if how.masks else self._in_order(value.source, how.order)
+        blob = self._add_forward(compress, (mask, MASK_BITS, self._group_size, 0), f"{value.name}_blob")
+        self._pair.replace_saved(value, blob)
+        self._mask_edits.append(lambda: self._load_masks(value, how))
+        if not how.masks:
+            self._value_edits.append(lambda: self._load_values(value, how.order, MASK_BITS, []))
+
+    def finish(self) -> None:
+        # Masks first: the comparisons they replace then no longer count as uses of the values.
+        for edits in (self._mask_edits, self._value_edits):
+            for edit in edits:
+                edit()
+            self._pair.backward.graph.eliminate_dead_code()
+        self._pair.forward.graph.eliminate_dead_code()
+        self._pair.forward.recompile()
+        self._pair.backward.recompile()
+
+    # Forward
+
+    def _packed_masks(self, how: Eligibility) -> fx.Node | None:
+        """The tensor's masks as one boolean node of forward, or None."""
+        masks = [self._in_order(self._derive(self._backward[name]), how.order) for name in how.masks]
+        if len(masks) <= 1:
+            return masks[0] if masks else None
+        flat = [self._add_forward(aten.reshape.default, (mask, [-1]), f"{mask.name}_flat") for mask in masks]
+        return self._add_forward(aten.cat.default, (flat,), f"{how.name}_masks")
+
+    def _derive(self, node: fx.Node) -> fx.Node:
+        """The forward node with the value of backward's ``node``, copied over with what it needs where missing."""
+        if node in self._sources:
+            return self._sources[node]
+        inputs = {i: self._derive(i) for i in node.all_input_nodes}
+        twin = self._forward.get(node.name)
+        # The partitioner leaves a recomputed node its name in both graphs.
+        if twin is not None and twin.target is node.target and twin.all_input_nodes == list(inputs.values()):
+            return twin
+        graph = self._pair.forward.graph
+        with graph.inserting_after(_latest(self._pair.forward, list(inputs.values()))):
+            copy = graph.node_copy(node, lambda i: inputs[i])
+        self._forward[node.name] = copy
+        return copy
+
+    def _in_order(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """``node`` with its dimensions in memory order (a view)."""
+        if len(order) != node.meta["val"].dim() or list(order) == sorted(order):
+            return node
+        return self._add_forward(aten.permute.default, (node, list(order)), f"{node.name}_dense")
+
+    def _add_forward(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        """A call right after the last use of what it reads."""
+        graph = self._pair.forward.graph
+        nodes: list[fx.Node] = []
+        fx.map_arg(args, nodes.append)
+        users = [user for node in nodes for user in node.users if user.op != "output"]
+        with graph.inserting_after(_latest(self._pair.forward, nodes + users)):
+            return _call(graph, target, args, name)
+
+    # Backward
+
+    def _load_values(
+        self, value: SavedValue, order: Sequence[int], bits: int, aliases: list[tuple[SavedValue, torch.Tensor]]
+    ) -> None:
+        slots = [value.placeholder, *(alias.placeholder for alias, _ in aliases)]
+        users = [user for slot in slots for user in slot.users if user.target is not decompress]
+        if not users:
+            return
+        original = value.source.meta["val"]
+        graph = self._pair.backward.graph
+        with graph.inserting_before(min(users)):
+            dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, bits, order)
+            views = [
+                _call(graph, aten.as_strided.default, (dense, list(view.shape), list(view.stride()), 0), f"{alias.name}_view")
+                for alias, view in aliases
+            ]
+        _replace(value.placeholder, values, {dense, values})
+        for (alias, _), node in zip(aliases, views, strict=True):
+            _replace(alias.placeholder, node, set())
+
+    def _load_masks(self, value: SavedValue, how: Eligibility) -> None:
+        graph = self._pair.backward.graph
+        masks = [self._backward[name] for name in how.masks]
+        if not masks:
+            return
+        orders = [how.order if len(how.order) == m.meta["val"].dim() else range(m.meta["val"].dim()) for m in masks]
+        shapes = [[m.meta["val"].shape[d] for d in order] for m, order in zip(masks, orders, strict=True)]
+        with graph.inserting_before(min(user for mask in masks for user in mask.users)):
+            if len(masks) == 1:
+                loaded = [self._load(value, shapes[0], torch.bool, MASK_BITS, orders[0])[1]]
+            else:
+                loaded = self._load_several(value, shapes, orders)
+        for mask, exact in zip(masks, loaded, strict=True):
+            _replace(mask, exact, {exact})
+
+    def _load_several(self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]) -> list[fx.Node]:
+        graph = self._pair.backward.graph
+        ends = list(accumulate(math.prod(shape) for shape in shapes))
+        flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_BITS, [0])
+        loaded = []
+        for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
+            part = _call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
+            part = _call(graph, aten.reshape.default, (part, self._sizes.build(shape)), f"{value.name}_mask")
+            loaded.append(_restored(graph, part, order))
+        return loaded
+
+    def _load(
+        self, value: SavedValue, shape: list[Any], dtype: torch.dtype, bits: int, order: Sequence[int]
+    ) -> tuple[fx.Node, fx.Node]:
+        """The decompressed tensor in memory order, and in the order of its dimensions."""
+        graph = self._pair.backward.graph
+        arguments = (value.placeholder, self._sizes.build(shape), dtype, bits, self._group_size)
+        dense = _call(graph, decompress, arguments, f"{value.name}_{'mask' if dtype is torch.bool else 'values'}")
+        return dense, _restored(graph, dense, order)
+
+
+def _restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
+    if list(order) == sorted(order):
+        return node
+    inverse = sorted(range(len(order)), key=lambda d: order[d])
+    return _call(graph, aten.permute.default, (node, inverse), f"{node.name}_restored")
+
+
+def _replace(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in readers and user.target is not decompress)
+
+
+def _latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
+    """The last of ``nodes``, but never a placeholder that others follow."""
+    return max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    """A call node with its fake value."""
+    node = graph.create_node("call_function", target, args, name=name)
+    fakes = fx.map_arg(args, lambda n: n.meta["val"])
+    first = next(leaf.meta["val"] for leaf in node.all_input_nodes if isinstance(leaf.meta["val"], torch.Tensor))
+    with first.fake_mode:
+        node.meta["val"] = target(*fakes)
+    return node

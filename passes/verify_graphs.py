@@ -1,0 +1,54 @@
+"""Verify a rewritten pair of graphs: the contract between the passes and AOTAutograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+
+decompress = torch.ops.gact_fx.decompress.default
+
+
+class GraphVerificationError(RuntimeError):
+    """A pass broke a graph; the message names the node. Always a bug in gact_fx, never in the model."""
+
+
+def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
+    """Check ``pair`` against the slots ``saved`` that it had before it was rewritten.
+
+    Raises:
+        GraphVerificationError: see the message.
+    """
+    for label, module in (("forward", pair.forward), ("backward", pair.backward)):
+        module.graph.lint()
+        names = [node.name for node in module.graph.nodes]
+        _require(len(names) == len(set(names)), f"{label} has two nodes of one name")
+        for node in module.graph.find_nodes(op="placeholder"):
+            # A renamed placeholder keeps its old target, and then receives another argument's value.
+            _require(node.name == node.target, f"{label} placeholder {node.name} has the target {node.target}")
+        for node in module.graph.find_nodes(op="call_function", target=decompress):
+            _require(bool(node.users), f"{label} decompresses {node.name} for nobody")
+    output = pair.forward.graph.output_node()
+    for key in ("desc", "output_stack_traces"):
+        entries = output.meta.get(key)
+        _require(entries is None or len(entries) == len(pair.forward_outputs), f"forward's output has stale meta {key!r}")
+    values = pair.saved_values()
+    _require(tuple(v.name for v in values) == saved, "the saved tensors changed their number or order")
+    for value in values:
+        _require(_same(value.source, value.placeholder), f"{value.name} leaves forward as one thing and enters backward as another")
+    for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
+        blob = node.args[0]
+        _require(isinstance(blob, fx.Node) and blob.op == "placeholder", f"{node.name} does not read a saved blob")
+
+
+def _same(source: fx.Node, placeholder: fx.Node) -> bool:
+    left, right = source.meta.get("val"), placeholder.meta.get("val")
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and left.dim() == right.dim()
+    return type(left) is type(right)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise GraphVerificationError(f"gact_fx: {message}; please report this, and train with budget_bits=None meanwhile")

@@ -1,0 +1,233 @@
+"""The operators as PyTorch sees them: schemas, fakes, tags, errors, compilation, and the parts of the promise that
+need statistics. What holds for every input stands in test_codec_hypothesis.py."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gact_fx import ops, reference
+from gact_fx.codec_layout import blob_nbytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="gact_fx._C is not built")
+
+
+def implementations() -> list[object]:
+    kernel = pytest.param(torch.ops.gact_fx, marks=needs_kernels, id="kernel")
+    return [pytest.param(reference, id="reference"), kernel]
+
+
+def run_tests_with(environment: dict[str, str], *tests: str) -> None:
+    """Run tests in a fresh interpreter: which kernels serve is settled at import."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    bits = 1 if dtype == torch.bool else 3
+    x = (torch.randn(3, 7, 31) > 0) if dtype == torch.bool else torch.randn(3, 7, 31).to(dtype)
+    mask = None if dtype == torch.bool else torch.rand(5, 9) > 0.5
+    torch.library.opcheck(torch.ops.gact_fx.compress.default, (x, bits, 64, 5, mask))
+    torch.library.opcheck(torch.ops.gact_fx.compress.default, (x.transpose(0, 2), bits, 64, 5))
+    blob = ops.compress(x, bits, 64, 5)
+    torch.library.opcheck(torch.ops.gact_fx.decompress.default, (blob, x.shape, dtype, bits, 64))
+
+
+@needs_kernels
+def test_opcheck_without_extension() -> None:
+    run_tests_with({"GACT_FX_NO_EXT": "1"}, f"{__file__}::test_opcheck", f"{__file__}::test_reference_serves")
+
+
+@pytest.mark.skipif(ops.has_compiled_kernels("cpu"), reason="gact_fx._C is loaded")
+def test_reference_serves() -> None:
+    x = torch.randn(100)
+    assert torch.equal(ops.compress(x, 4), reference.compress(x, 4, 256, 0))
+
+
+def test_tags() -> None:
+    for op in (torch.ops.gact_fx.compress.default, torch.ops.gact_fx.decompress.default):
+        assert torch.Tag.flexible_layout in op.tags
+        assert torch.Tag.pt2_compliant_tag in op.tags
+        assert torch.Tag.nondeterministic_seeded not in op.tags
+
+
+def test_has_compiled_kernels_for_unknown_device() -> None:
+    assert not ops.has_compiled_kernels("meta")
+    assert not ops.has_compiled_kernels("no such device")
+
+
+@needs_kernels
+@pytest.mark.parametrize("capability", ["avx2", "baseline"])
+def test_every_instruction_set(capability: str) -> None:
+    tests = os.path.join(os.path.dirname(__file__), "test_codec_hypothesis.py")
+    run_tests_with({"GACT_FX_CPU_CAPABILITY": capability}, f"{tests}::test_kernel_matches_reference_everywhere")
+
+
+@pytest.mark.parametrize("module", implementations())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(4), 9, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], got 9"),
+        ((torch.zeros(4), 0, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], got 0"),
+        ((torch.zeros(4), 4, 100, 0), r"gact_fx.compress: group_size must be a power of two in \[32, 1024\], got 100"),
+        ((torch.zeros(4), 4, 2048, 0), "gact_fx.compress: group_size must be a power of two"),
+        ((torch.zeros(4), 4, -64, 0), "gact_fx.compress: group_size must be a power of two"),
+        ((torch.zeros(4).double(), 4, 256, 0), "gact_fx.compress: dtype must be float32, bfloat16, float16 or bool"),
+        ((torch.zeros(4).bool(), 2, 256, 0), "gact_fx.compress: bits must be 1 for a bool tensor, got 2"),
+        ((torch.zeros(4).bool(), 1, 256, 0, torch.zeros(4).bool()), "gact_fx.compress: mask must be None"),
+        ((torch.zeros(4), 4, 256, 0, torch.zeros(4)), "gact_fx.compress: mask must have dtype bool"),
+    ],
+)
+def test_compress_errors(module: object, arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module.compress(*arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", implementations())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(9).byte(), (4,), torch.float32, 4, 256), "blob must have at least 134 bytes for size .*, got 9"),
+        ((torch.zeros(9).byte(), (400,), torch.bool, 4, 256), "blob must have at least 64 bytes for size .*, got 9"),
+        ((torch.zeros(999), (4,), torch.float32, 4, 256), "blob must be a 1-D uint8 tensor"),
+        ((torch.zeros(9, 9).byte(), (4,), torch.float32, 4, 256), "blob must be a 1-D uint8 tensor, got 2-D"),
+        ((torch.zeros(999).byte(), (4,), torch.int32, 4, 256), "dtype must be float32, bfloat16, float16 or bool"),
+        ((torch.zeros(999).byte(), (-4,), torch.float32, 4, 256), "size must not be negative"),
+        ((torch.zeros(999).byte(), (4,), torch.float32, 9, 256), r"bits must lie in \[1, 8\], got 9"),
+        ((torch.zeros(999).byte(), (4,), torch.float32, 4, 33), "group_size must be a power of two"),
+    ],
+)
+def test_decompress_errors(module: object, arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match="gact_fx.decompress: " + message):
+        module.decompress(*arguments)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("bits", "bytes_per_group"), [(1, 38), (4, 134), (7, 230), (8, 262)])
+def test_blob_nbytes(bits: int, bytes_per_group: int) -> None:
+    assert blob_nbytes(0, torch.float32, bits, 256) == 0
+    assert blob_nbytes(1, torch.float32, bits, 256) == bytes_per_group
+    assert blob_nbytes(257, torch.bfloat16, bits, 256, mask_numel=300) == 2 * (bytes_per_group - 2) + 64
+    assert blob_nbytes(257, torch.bool, bits, 256) == 64
+
+
+@pytest.mark.parametrize("module", implementations())
+def test_code_layout(module: object) -> None:
+    """Pin the bytes: 7 bits are a plane of 4, one of 2 and one of 1, low bits first, with strides for neighbours."""
+    codes = (torch.arange(32) * 37 + 11) % 128
+    codes[3], codes[5] = 0, 127
+    blob = module.compress(codes.float(), 7, 32, 0)  # type: ignore[attr-defined]
+    expected = []
+    for width, offset in ((4, 0), (2, 4), (1, 6)):
+        stride = 32 * width // 8
+        for j in range(stride):
+            parts = [int(codes[j + k * stride]) >> offset & (1 << width) - 1 for k in range(8 // width)]
+            expected.append(sum(part << k * width for k, part in enumerate(parts)))
+    assert blob.tolist() == [*expected, 0, 0, 0, 0, 0x80, 0x3F]  # minimum 0.0f, step bfloat16 1.0
+
+
+def test_fake_with_symbolic_shapes() -> None:
+    """The sizes that the fakes derive hold for every shape: one graph, no recompilation, for several."""
+    torch._dynamo.reset()
+    compiled_graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        compiled_graphs.append(graph)
+        return graph
+
+    def roundtrip(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        blob = torch.ops.gact_fx.compress(x, 3, 64, 9, mask)
+        return (
+            blob,
+            torch.ops.gact_fx.decompress(blob, x.shape, x.dtype, 3, 64),
+            torch.ops.gact_fx.decompress(blob, mask.shape, torch.bool, 3, 64),
+        )
+
+    compiled = torch.compile(roundtrip, backend=count, dynamic=True, fullgraph=True)
+    aot = torch.compile(roundtrip, backend="aot_eager", dynamic=True, fullgraph=True)
+    for shape in ((5, 70), (31, 33), (64, 257)):
+        x, mask = torch.randn(shape), torch.rand(shape[0], 3, shape[1]) > 0.5
+        for function in (compiled, aot):
+            for actual, expected in zip(function(x, mask), roundtrip(x, mask), strict=True):
+                assert torch.equal(actual, expected)
+    assert len(compiled_graphs) == 1
+
+
+def test_inductor_on_channels_last() -> None:
+    """Inductor hands over a convolution's output in another layout than it traced; the elements are the same."""
+    torch._dynamo.reset()
+    convolution = torch.nn.Conv2d(3, 16, 3)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = convolution(x)
+        blob = torch.ops.gact_fx.compress(y, 4, 256, 3, y > 0)
+        decoded = torch.ops.gact_fx.decompress(blob, y.shape, y.dtype, 4, 256)
+        return y, decoded * 2, torch.ops.gact_fx.decompress(blob, y.shape, torch.bool, 4, 256)
+
+    x = torch.randn(2, 3, 17, 19).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        y, doubled, mask = torch.compile(function)(x)
+        blob = ops.compress(y.contiguous(), 4, 256, 3)
+    assert torch.equal(doubled, 2 * ops.decompress(blob, y.shape, y.dtype, 4))
+    assert torch.equal(mask, y > 0)
+
+
+def test_no_generator_is_consumed() -> None:
+    state = torch.get_rng_state()
+    ops.compress(torch.arange(1000.0), 2)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_unbiased_over_seeds(bits: int, dtype: torch.dtype) -> None:
+    x = torch.randn(512, generator=torch.Generator().manual_seed(bits)).to(dtype)
+    samples = torch.stack(
+        [ops.decompress(ops.compress(x, bits, 64, seed), x.shape, dtype, bits, 64) for seed in range(2000)]
+    )
+    error = samples.double() - x.double()
+    # Rounding decoded values to 16 bits is no noise; over elements it averages out, up to about a tenth of an ulp here.
+    ulp = torch.finfo(dtype).eps * x.abs().double()
+    assert abs(error.mean()) <= 4 * error.std() / error.numel() ** 0.5 + 0.1 * ulp.mean()
+    # Element by element, where what happens with a probability of a few in 2000 may not have been seen.
+    groups = x.double().view(-1, 64)
+    step = (groups.amax(1) - groups.amin(1)).repeat_interleave(64) / (2**bits - 1)
+    assert (error.mean(dim=0).abs() <= 5 * error.std(dim=0) / 2000**0.5 + 10 * step / 2000 + ulp).all()
+
+
+def test_noise_is_uncorrelated() -> None:
+    """Between elements, groups and seeds, also where these are as alike as they come."""
+    group = torch.linspace(0, 1, 256)
+    x = group.repeat(64)  # the same group again and again: only the index tells them apart
+    errors = torch.stack([ops.decompress(ops.compress(x, 2, 256, seed), x.shape, x.dtype, 2) - x for seed in range(64)])
+    errors = errors.view(64, 64, 256)[:, :, 1:-1]
+    errors = (errors - errors.mean(dim=(0, 1))) / errors.std(dim=(0, 1)).clamp(min=1e-6)
+    count = errors.numel()
+    for shifted in (errors.roll(1, 0), errors.roll(1, 1), errors.roll(1, 2), errors.roll((1, 1), (0, 1))):
+        assert abs((errors * shifted).sum() / count) < 5 / count**0.5
+    assert abs(errors.mean(dim=2).std() * 254**0.5 - 1) < 0.1  # a group's errors add up as independent ones do
+
+
+def test_seed_has_64_bits() -> None:
+    x = torch.randn(300)
+    blobs = [ops.compress(x, 4, 256, seed) for seed in (0, 1, -1, 1 << 32, -(1 << 63), (1 << 63) - 1)]
+    for i, blob in enumerate(blobs):
+        assert all(not torch.equal(blob, other) for other in blobs[:i])
+
+
+@needs_kernels
+def test_threads_do_not_matter() -> None:
+    x = torch.randn(1 << 20)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = ops.compress(x, 5)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(single, ops.compress(x, 5))
+    assert torch.equal(single, reference.compress(x, 5, 256, 0))
