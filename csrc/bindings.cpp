@@ -17,6 +17,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t mask_nbytes(int64_t numel) { return ceil_div(numel, kMaskBlock) * (kMaskBlock / 8); }
 
+bool is_mask(at::ScalarType dtype) { return dtype == at::kBool || dtype == at::kByte; }
+
 bool is_source(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 void check_codes(const char* op, int64_t bits, int64_t group_size) {
@@ -48,19 +50,19 @@ at::Tensor compress_cpu(const at::Tensor& x, int64_t bits, int64_t group_size, i
                         const std::optional<at::Tensor>& mask) {
   const auto options = x.options().dtype(at::kByte);
   const at::Tensor source = x.contiguous();
-  if (x.scalar_type() == at::kBool) {
-    TORCH_CHECK_VALUE(bits == 1, "gact_fx.compress: bits must be 1 for a bool tensor, got ", bits);
-    TORCH_CHECK_VALUE(!mask, "gact_fx.compress: mask must be None for a bool tensor");
+  if (is_mask(x.scalar_type())) {
+    TORCH_CHECK_VALUE(bits == 1, "gact_fx.compress: bits must be 1 for a mask, got ", bits);
+    TORCH_CHECK_VALUE(!mask, "gact_fx.compress: mask must be None where the tensor is a mask itself");
     at::Tensor blob = at::empty({mask_nbytes(x.numel())}, options);
     cpu::pack_mask(static_cast<const uint8_t*>(source.const_data_ptr()), x.numel(), blob.mutable_data_ptr<uint8_t>());
     return blob;
   }
   TORCH_CHECK_VALUE(is_source(x.scalar_type()),
-                    "gact_fx.compress: dtype must be float32, bfloat16, float16 or bool, got ", x.scalar_type());
+                    "gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ", x.scalar_type());
   check_codes("compress", bits, group_size);
   int64_t mask_bytes = 0;
   if (mask) {
-    TORCH_CHECK_VALUE(mask->scalar_type() == at::kBool, "gact_fx.compress: mask must have dtype bool, got ",
+    TORCH_CHECK_VALUE(is_mask(mask->scalar_type()), "gact_fx.compress: mask must have dtype bool or uint8, got ",
                       mask->scalar_type());
     TORCH_CHECK_VALUE(mask->device() == x.device(), "gact_fx.compress: mask must lie on ", x.device(), ", got ",
                       mask->device());
@@ -82,22 +84,22 @@ at::Tensor decompress_cpu(const at::Tensor& blob, at::IntArrayRef size, at::Scal
                           int64_t group_size) {
   TORCH_CHECK_VALUE(blob.scalar_type() == at::kByte && blob.dim() == 1,
                     "gact_fx.decompress: blob must be a 1-D uint8 tensor, got ", blob.dim(), "-D ", blob.scalar_type());
-  TORCH_CHECK_VALUE(dtype == at::kBool || is_source(dtype),
-                    "gact_fx.decompress: dtype must be float32, bfloat16, float16 or bool, got ", dtype);
-  if (dtype != at::kBool) check_codes("decompress", bits, group_size);
+  TORCH_CHECK_VALUE(is_mask(dtype) || is_source(dtype),
+                    "gact_fx.decompress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ", dtype);
+  if (!is_mask(dtype)) check_codes("decompress", bits, group_size);
   for (const int64_t extent : size) {
     TORCH_CHECK_VALUE(extent >= 0, "gact_fx.decompress: size must not be negative, got ", size);
   }
   const int64_t numel = c10::multiply_integers(size);
   const int64_t nbytes =
-      dtype == at::kBool ? mask_nbytes(numel) : lay_out(dtype, numel, bits, group_size, nullptr).nbytes;
+      is_mask(dtype) ? mask_nbytes(numel) : lay_out(dtype, numel, bits, group_size, nullptr).nbytes;
   TORCH_CHECK_VALUE(blob.numel() >= nbytes, "gact_fx.decompress: blob must have at least ", nbytes, " bytes for size ",
                     size, ", got ", blob.numel());
   const at::Tensor bytes = blob.contiguous();
   // The kernels only read through the blob's pointers when they decompress.
   auto* data = const_cast<uint8_t*>(bytes.const_data_ptr<uint8_t>());
   at::Tensor result = at::empty(size, blob.options().dtype(dtype));
-  if (dtype == at::kBool) {
+  if (is_mask(dtype)) {
     cpu::unpack_mask(data + (blob.numel() - nbytes), numel, static_cast<uint8_t*>(result.mutable_data_ptr()));
   } else {
     cpu::decompress(lay_out(dtype, numel, bits, group_size, data).blob, result.mutable_data_ptr());

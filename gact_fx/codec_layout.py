@@ -5,7 +5,7 @@ A blob is ``[codes][minimum][step][mask]``:
 - codes: ``ceil(numel / group_size)`` groups of ``group_size * bits / 8`` bytes, the last one padded to a full group;
 - minimum: one element of the source's dtype per group;
 - step: one bfloat16 per group;
-- mask: only if a mask was given, or if the tensor itself is bool: blocks of 256 elements in 32 bytes.
+- mask: only if a mask was given, or if the tensor itself is one (bool, or uint8): blocks of 256 elements in 32 bytes.
 
 Element counts may be symbolic (``torch.SymInt``) throughout.
 """
@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "MASK_BLOCK",
+    "MASK_DTYPES",
     "SOURCE_DTYPES",
     "blob_nbytes",
     "check_codes",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.
+MASK_DTYPES = (torch.bool, torch.uint8)
 MASK_BLOCK = 256
 _STEP_BYTES = 2
 
@@ -45,12 +48,12 @@ def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask
 
     Args:
         numel: elements of the tensor; int or SymInt.
-        dtype: float32, bfloat16, float16, or bool (then ``bits`` and ``group_size`` do not matter).
+        dtype: float32, bfloat16, float16, or a mask's bool or uint8 (then ``bits`` and ``group_size`` do not matter).
         bits: width of a code, 1 to 8.
         group_size: elements that share a minimum and a step, a power of two from 32 to 1024.
         mask_numel: elements of the mask that is appended; int or SymInt.
     """
-    if dtype == torch.bool:
+    if dtype in MASK_DTYPES:
         return mask_nbytes(numel)
     bytes_per_group = group_size * bits // 8 + dtype.itemsize + _STEP_BYTES
     return group_count(numel, group_size) * bytes_per_group + mask_nbytes(mask_numel)
@@ -66,17 +69,17 @@ def check_codes(op: str, bits: int, group_size: int) -> None:
 
 def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None) -> None:
     """Raise ValueError unless the arguments of ``compress`` fit each other."""
-    if x.dtype == torch.bool:
+    if x.dtype in MASK_DTYPES:
         if bits != 1:
-            raise ValueError(f"gact_fx.compress: bits must be 1 for a bool tensor, got {bits}")
+            raise ValueError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
         if mask is not None:
-            raise ValueError("gact_fx.compress: mask must be None for a bool tensor")
+            raise ValueError("gact_fx.compress: mask must be None where the tensor is a mask itself")
         return
     if x.dtype not in SOURCE_DTYPES:
-        raise ValueError(f"gact_fx.compress: dtype must be float32, bfloat16, float16 or bool, got {x.dtype}")
+        raise ValueError(f"gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {x.dtype}")
     check_codes("compress", bits, group_size)
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"gact_fx.compress: mask must have dtype bool, got {mask.dtype}")
+    if mask is not None and mask.dtype not in MASK_DTYPES:
+        raise ValueError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")
     if mask is not None and mask.device != x.device:
         raise ValueError(f"gact_fx.compress: mask must lie on {x.device}, got {mask.device}")
 
@@ -85,7 +88,9 @@ def check_decompress(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype
     """Raise ValueError unless the arguments of ``decompress`` fit each other; sizes against bytes are not compared."""
     if blob.dtype != torch.uint8 or blob.dim() != 1:
         raise ValueError(f"gact_fx.decompress: blob must be a 1-D uint8 tensor, got {blob.dim()}-D {blob.dtype}")
-    if dtype != torch.bool and dtype not in SOURCE_DTYPES:
-        raise ValueError(f"gact_fx.decompress: dtype must be float32, bfloat16, float16 or bool, got {dtype}")
-    if dtype != torch.bool:
+    if dtype not in (*MASK_DTYPES, *SOURCE_DTYPES):
+        raise ValueError(
+            f"gact_fx.decompress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {dtype}"
+        )
+    if dtype not in MASK_DTYPES:
         check_codes("decompress", bits, group_size)

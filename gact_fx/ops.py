@@ -97,11 +97,12 @@ def compress(
     Only there, and where values would decode beyond the dtype's largest and are clamped to it, is a value biased.
 
     Args:
-        x: float32, bfloat16 or float16 of any shape and strides; or bool, which is packed exactly.
-        bits: width of a code, 1 to 8; 1 for bool.
-        group_size: elements that share a minimum and a step, a power of two from 32 to 1024; ignored for bool.
-        seed: 64 bits that the noise depends on; ignored for bool.
-        mask: bool of any shape on the same device, packed behind the codes at one bit per element.
+        x: float32, bfloat16 or float16 of any shape and strides; or a mask, which is packed exactly: bool,
+            or uint8, whose nonzero elements are true.
+        bits: width of a code, 1 to 8; 1 for a mask.
+        group_size: elements that share a minimum and a step, a power of two from 32 to 1024; ignored for a mask.
+        seed: 64 bits that the noise depends on; ignored for a mask.
+        mask: bool or uint8 of any shape on the same device, packed behind the codes at one bit per element.
 
     Returns:
         1-D uint8 tensor of `gact_fx.codec_layout.blob_nbytes` elements.
@@ -123,9 +124,10 @@ def decompress(
     Args:
         blob: 1-D uint8, from `compress`.
         size: shape of the tensor that was compressed; any shape with as many elements will do.
-        dtype: dtype of the tensor that was compressed; bool reads the mask at the end of the blob.
-        bits: as for `compress`; ignored for bool.
-        group_size: as for `compress`; ignored for bool.
+        dtype: dtype of the tensor that was compressed; bool or uint8 (zeros and ones) reads the mask at
+            the end of the blob.
+        bits: as for `compress`; ignored for a mask.
+        group_size: as for `compress`; ignored for a mask.
 
     Returns:
         A new contiguous tensor of the given size and dtype.

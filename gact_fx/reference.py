@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gact_fx.codec_layout import MASK_BLOCK, blob_nbytes, check_compress, check_decompress, group_count, mask_nbytes
+from gact_fx.codec_layout import MASK_BLOCK, MASK_DTYPES, blob_nbytes, check_compress, check_decompress, group_count, mask_nbytes
 
 __all__ = ["compress", "decompress", "pack_mask", "unpack_mask"]
 
@@ -24,7 +24,7 @@ _MASK32 = 0xFFFFFFFF
 def compress(x: torch.Tensor, bits: int, group_size: int, seed: int, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Compress a tensor; `gact_fx.ops.compress` tells shapes, dtypes and errors."""
     check_compress(x, bits, group_size, mask)
-    if x.dtype == torch.bool:
+    if x.dtype in MASK_DTYPES:
         return pack_mask(x)
     flat = x.reshape(-1)
     groups = group_count(flat.numel(), group_size)
@@ -56,8 +56,8 @@ def decompress(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits
         raise ValueError(
             f"gact_fx.decompress: blob must have at least {nbytes} bytes for size {list(size)}, got {blob.numel()}"
         )
-    if dtype == torch.bool:
-        return unpack_mask(blob[blob.numel() - nbytes :], numel).view(size)
+    if dtype in MASK_DTYPES:
+        return unpack_mask(blob[blob.numel() - nbytes :], numel).view(size).to(dtype)
     groups = group_count(numel, group_size)
     codes, minimum, step, _ = _sections(blob, dtype, groups, bits, group_size)
     result = blob.new_empty(numel, dtype=dtype)
@@ -71,13 +71,13 @@ def decompress(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Pack a bool tensor of any shape: 32 bytes per 256 elements; byte j of a block holds elements j + 32k at bit k."""
+    """Pack a bool or uint8 tensor of any shape: 32 bytes per 256 elements; byte j of a block holds elements j + 32k at bit k."""
     flat = mask.reshape(-1)
     packed = mask.new_empty(mask_nbytes(flat.numel()), dtype=torch.uint8)
     for first, last in _chunks(group_count(flat.numel(), MASK_BLOCK), MASK_BLOCK):
         chunk = flat[first * MASK_BLOCK : last * MASK_BLOCK]
         rows = torch.nn.functional.pad(chunk, (0, (last - first) * MASK_BLOCK - chunk.numel())).view(-1, MASK_BLOCK)
-        packed[first * MASK_BLOCK // 8 : last * MASK_BLOCK // 8] = _pack(rows.to(torch.uint8), 1).view(-1)
+        packed[first * MASK_BLOCK // 8 : last * MASK_BLOCK // 8] = _pack(rows.ne(0).to(torch.uint8), 1).view(-1)
     return packed
 
 
