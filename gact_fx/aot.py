@@ -53,6 +53,21 @@ class GraphPair:
         count = len(self.forward_outputs) - self.num_user_outputs
         return frozenset(node.name for node in self.backward.graph.find_nodes(op="placeholder")[count:])
 
+    def tangents_of_outputs(self) -> dict[int, str]:
+        """Forward output position → the backward placeholder with its tangent, for user outputs that have one."""
+        descriptions = self.forward.graph.output_node().meta["desc"][: self.num_user_outputs]
+        slots = self.backward.graph.find_nodes(op="placeholder")
+        of = {getattr(slot.meta.get("desc"), "output", None): slot.name for slot in slots}
+        return {i: of[d] for i, d in enumerate(descriptions) if d is not None and d in of}
+
+    def gradients_of_inputs(self) -> dict[int, int]:
+        """Backward output position → the forward input whose gradient it is."""
+        slots = self.forward.graph.find_nodes(op="placeholder")
+        of = {slot.meta.get("desc"): position for position, slot in enumerate(slots)}
+        descriptions = self.backward.graph.output_node().meta["desc"]
+        sources = [getattr(description, "grad_of", None) for description in descriptions]
+        return {i: of[source] for i, source in enumerate(sources) if source is not None and source in of}
+
     def replace_saved(self, value: SavedValue, replacement: fx.Node) -> None:
         """Save ``replacement`` instead of ``value.source``, at the same position and in the same slot of backward."""
         output = self.forward.graph.output_node()

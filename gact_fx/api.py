@@ -67,9 +67,10 @@ def compile(
         session.on_plan = lambda: target.use(PlannedBackend(session))
         target.use(ProfilingBackend(session, plan_after_step=True))
     else:
-        target.use(ProfilingBackend(session, plan_after_step=False))
+        profiler = ProfilingBackend(session, plan_after_step=False)
+        target.use(profiler)
         try:
-            profile_batches(target.model, session, sample_batches, loss_fn or default_loss)
+            profile_batches(target.model, session, profiler.measure, sample_batches, loss_fn or default_loss)
         except BaseException:
             target.restore()
             raise

@@ -18,6 +18,7 @@ from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret
 from gact_fx.passes import measure_sensitivity
 from gact_fx.records import GraphAnalysis
 from gact_fx.session import Session
+from gact_fx.tape import Step, Tape
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -31,7 +32,7 @@ class ProfilingBackend:
     def __init__(self, session: Session, *, plan_after_step: bool) -> None:
         self._session = session
         self._plan_after_step = plan_after_step
-        self._waiting: set[int] = set()
+        self._tape = Tape()
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
@@ -47,60 +48,63 @@ class ProfilingBackend:
             if is_backward:
                 # AOTAutograd may have pruned outputs since it was cut.
                 return self._backward(replace(pair, backward=graph), analysis, id(found))
-            return self._forward(graph, id(found))
+            return self._forward(pair, id(found))
 
         inner = session.config.inner
         return compile_pair(module, example_inputs, cut, inner=inner, cache_key="profile", interpret=interpret)
 
-    def _forward(self, graph: fx.GraphModule, key: int) -> Compiled:
-        run = interpret_graph(graph, False)
-
-        def forward(arguments: list[Any]) -> Any:
-            # A graph whose outputs the loss ignored never runs backward; do not wait for it for ever.
-            if key in self._waiting and self._session.is_profiled:
-                self._finish()
-            self._waiting.add(key)
-            return run(arguments)
-
-        return _like(run, forward)
-
-    def _backward(self, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
-        run = interpret_graph(pair.backward, True)
-        session = self._session
-
-        def backward(arguments: list[Any]) -> Any:
-            if session.plan is None:
-                self._measure(pair, analysis, list(arguments))
-            result = run(arguments)
-            self._waiting.discard(key)
-            if not self._waiting:
-                self._finish()
-            return result
-
-        return _like(run, backward)
-
-    def _measure(self, pair: GraphPair, analysis: GraphAnalysis, arguments: list[Any]) -> None:
-        session = self._session
-        config = session.config
-        profile = session.profile(analysis)
+    def measure(self) -> None:
+        """Measure the sensitivities of the step on the tape, and start a new one."""
+        session, config = self._session, self._session.config
+        steps = self._tape.steps()
+        self._tape = Tape()
+        profiles = [session.profile(step.analysis) for step in steps]
         if not config.adaptive:
             return
-        session.announce(len(analysis.quantized()))
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(arguments)):
+        session.announce(sum(len(step.analysis.quantized()) for step in steps))
+        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
             measured = measure_sensitivity(
-                pair,
-                analysis,
-                arguments,
+                steps,
                 group_size=config.group_size,
                 seed=config.seed,
                 draws=config.profile_draws,
                 progress=session.progress,
             )
-        profile.add(measured)
+        for profile, sensitivities in zip(profiles, measured, strict=True):
+            profile.add(sensitivities)
 
-    def _finish(self) -> None:
-        if self._plan_after_step and self._session.plan is None:
-            self._session.make_plan()
+    def _forward(self, pair: GraphPair, key: int) -> Compiled:
+        run = interpret_graph(pair.forward, False)
+
+        def forward(arguments: list[Any]) -> Any:
+            if self._session.plan is not None:
+                return run(arguments)
+            # A graph whose outputs the loss ignored never runs backward; do not wait for it for ever.
+            if self._plan_after_step and self._tape.ran_forward(key) and self._tape.has_gradients:
+                self._plan()
+            inputs = list(arguments)
+            outputs = run(arguments)
+            self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
+            return outputs
+
+        return _like(run, forward)
+
+    def _backward(self, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
+        run = interpret_graph(pair.backward, True)
+
+        def backward(arguments: list[Any]) -> Any:
+            if self._session.plan is None:
+                self._tape.record_backward(key, pair, analysis, arguments)
+            result = run(arguments)
+            if self._plan_after_step and self._session.plan is None and self._tape.is_complete:
+                self._plan()
+            return result
+
+        return _like(run, backward)
+
+    def _plan(self) -> None:
+        self.measure()
+        self._session.make_plan()
 
 
 class PlannedBackend:
@@ -174,6 +178,6 @@ def _like(original: Compiled, call: Compiled) -> Compiled:
     return call
 
 
-def _cuda_devices(arguments: list[Any]) -> list[int]:
-    devices = {a.device for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
-    return sorted(d.index for d in devices if d.index is not None)
+def _cuda_devices(steps: Sequence[Step]) -> list[int]:
+    tensors = [value for step in steps for value in step.arguments if isinstance(value, torch.Tensor)]
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None})

@@ -37,10 +37,12 @@ def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     )
 
 
-def profile_batches(model: Any, session: Session, batches: Iterable[Any], loss_fn: LossFunction) -> None:
+def profile_batches(
+    model: Any, session: Session, measure: Callable[[], None], batches: Iterable[Any], loss_fn: LossFunction
+) -> None:
     """Run forward and backward on every batch with the profiling backend in place, then make the session's plan.
 
-    Parameters, buffers, ``.grad`` and random number generators are left as they were, also when a batch fails.
+    ``measure`` is called after each batch's backward pass. Parameters, buffers, ``.grad`` and random number generators are left as they were, also when a batch fails.
 
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
@@ -59,6 +61,7 @@ def profile_batches(model: Any, session: Session, batches: Iterable[Any], loss_f
                 raise _rejected(count - 1, error) from error
             _check_loss(loss)
             loss.backward()
+            measure()
     if not count:
         raise ValueError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "

@@ -67,11 +67,6 @@ class Session:
         key = graph_fingerprint(analysis.saved)
         return self.profiles.setdefault(key, GraphProfile(analysis))
 
-    @property
-    def is_profiled(self) -> bool:
-        """Whether at least one backward pass has been measured."""
-        return bool(self.profiles)
-
     def make_plan(self) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on."""
         assert self.config.budget_bits is not None

@@ -1,0 +1,82 @@
+"""Runs a backward graph again and again, with some of its values given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+Resume = Callable[[Any], list[Any]]
+
+
+class Replay:
+    """A backward graph and its inputs in one step.
+
+    ``given`` always maps names of nodes to values that are used instead of computing them; ``inputs`` has the recorded
+    values of the placeholders. Values are dropped after their last use.
+    """
+
+    def __init__(self, module: fx.GraphModule, arguments: Sequence[Any]) -> None:
+        self._nodes = list(module.graph.nodes)
+        self._interpreter = fx.Interpreter(module)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.inputs = {node.name: value for node, value in zip(placeholders, arguments, strict=True)}
+        self._dies: dict[fx.Node, list[fx.Node]] = {}
+        for node in self._nodes:
+            last = max(node.users) if node.users else node
+            self._dies.setdefault(last, []).append(node)
+
+    def evaluate(self, names: set[str]) -> dict[str, Any]:
+        """The values of the named nodes on the recorded inputs, computing only what they need."""
+        needed = {node for node in self._nodes if node.name in names}
+        stack = list(needed)
+        while stack:
+            new = [i for i in stack.pop().all_input_nodes if i not in needed]
+            needed.update(new)
+            stack.extend(new)
+        env: dict[fx.Node, Any] = {}
+        for node in self._nodes:
+            if node in needed:
+                env[node] = self._value(node, env, {})
+        return {node.name: env[node] for node in needed if node.name in names}
+
+    def run(self, given: Mapping[str, Any]) -> list[Any]:
+        """Backward's outputs."""
+        return self._resume(0, {}, given)
+
+    def forks(self, given: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Resume]]:
+        """Yield (placeholder, resume) in the order of first use: ``resume(value)`` finishes backward with that value."""
+        env: dict[fx.Node, Any] = {}
+        for index, node in enumerate(self._nodes):
+            for slot in node.all_input_nodes:
+                if slot.op == "placeholder" and slot.name in names and min(slot.users) is node:
+
+                    def resume(value: Any, at: int = index, changed: fx.Node = slot) -> list[Any]:
+                        return self._resume(at, {**env, changed: value}, given)
+
+                    yield slot.name, resume
+            if node.op != "output":
+                self._step(node, env, given)
+
+    def _resume(self, index: int, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> list[Any]:
+        for node in self._nodes[index:-1]:
+            self._step(node, env, given)
+        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: env[i]))
+
+    def _step(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> None:
+        env[node] = self._value(node, env, given)
+        for dead in self._dies.get(node, ()):
+            env.pop(dead, None)
+
+    def _value(self, node: fx.Node, env: Mapping[fx.Node, Any], given: Mapping[str, Any]) -> Any:
+        if node.name in given:
+            return given[node.name]
+        if node.op == "placeholder":
+            return self.inputs[node.name]
+
+        def load(source: fx.Node) -> Any:
+            return env[source]
+
+        args, kwargs = fx.map_arg(node.args, load), fx.map_arg(node.kwargs, load)
+        return getattr(self._interpreter, node.op)(node.target, args, kwargs)

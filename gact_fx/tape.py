@@ -1,0 +1,96 @@
+"""The tape of one training step: which graphs ran, on what, and where the gradient of each one's inputs flows on to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gact_fx.aot import GraphPair
+from gact_fx.records import GraphAnalysis
+
+
+@dataclass(frozen=True)
+class Step:
+    """One graph's backward pass in a training step.
+
+    ``arguments`` are backward's inputs in the order of its placeholders: the exact saved values and the tangents.
+    ``flows`` maps a backward output (the gradient of an input) to the earlier step that computed this input and the
+    name of that step's tangent.
+    """
+
+    pair: GraphPair
+    analysis: GraphAnalysis
+    arguments: Sequence[Any]
+    flows: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass
+class _Call:
+    """One forward call; the tensors are held so that no other tensor can take their addresses."""
+
+    graph: int
+    inputs: list[Any]
+    outputs: list[Any]
+    step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
+
+
+class Tape:
+    """Records forward and backward calls of a step's graphs, and gives the steps with the flows between them."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+
+    def record_forward(self, graph: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""
+        self._calls.append(_Call(graph, list(inputs), list(outputs)))
+
+    def record_backward(self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> None:
+        """Attach a backward pass to the latest forward call of its graph that has none: autograd runs in reverse."""
+        for call in reversed(self._calls):
+            if call.graph == graph and call.step is None:
+                call.step = (pair, analysis, list(arguments))
+                return
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every forward call has had its backward pass."""
+        return all(call.step is not None for call in self._calls)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether at least one graph has had its backward pass."""
+        return any(call.step is not None for call in self._calls)
+
+    def ran_forward(self, graph: int) -> bool:
+        """Whether this graph has run forward since the tape was made."""
+        return any(call.graph == graph for call in self._calls)
+
+    def steps(self) -> list[Step]:
+        """The graphs that ran backward, in forward's order."""
+        calls = [call for call in self._calls if call.step is not None]
+        made: dict[tuple[int, int], tuple[int, str]] = {}
+        steps = []
+        for index, call in enumerate(calls):
+            assert call.step is not None
+            pair, analysis, arguments = call.step
+            sources = pair.gradients_of_inputs()
+            flows = {
+                output: made[key]
+                for output, position in sources.items()
+                if (key := _address(call.inputs[position])) is not None and key in made
+            }
+            steps.append(Step(pair, analysis, arguments, flows))
+            for position, tangent in pair.tangents_of_outputs().items():
+                key = _address(call.outputs[position])
+                if key is not None:
+                    made[key] = (index, tangent)
+        return steps
+
+
+def _address(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return None
+    return value.data_ptr(), value.numel()
