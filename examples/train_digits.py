@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from activation_bytes import activation_bytes  # type: ignore[import-not-found, unused-ignore]
 
 BATCH = 64
+EPOCHS = 60
 
 
 class Block(nn.Module):
@@ -101,7 +104,7 @@ MODELS: dict[str, type[nn.Module]] = {"residual CNN": ResidualCNN, "vision trans
 
 @dataclass(frozen=True)
 class RunResult:
-    """One training run. ``losses`` and ``step_seconds`` have one entry a step; ``report`` is None where uncompressed."""
+    """One training run. ``losses`` and ``step_seconds`` go by step; ``report`` is None where uncompressed."""
 
     model: str
     run: str
@@ -113,7 +116,7 @@ class RunResult:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Train images, test images, train labels, test labels: half and half, every digit equally often, always the same."""
+    """Train images, test images, train labels, test labels: two stratified halves, always the same."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.5, stratify=labels, random_state=0)
     x_train, x_test = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1 for part in parts[:2])
@@ -125,7 +128,8 @@ def batches(x: Tensor, y: Tensor, epochs: int, seed: int) -> Iterator[tuple[Tens
     """Shuffled batches, all of one size: the images left over at the end of an epoch are dropped."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        for rows in torch.randperm(len(x), generator=generator).split(BATCH)[: len(x) // BATCH]:
+        order = torch.randperm(len(x), generator=generator)
+        for rows in order[: len(x) // BATCH * BATCH].view(-1, BATCH):
             yield x[rows], y[rows]
 
 
@@ -138,7 +142,7 @@ def run(
     model_name: str,
     compressed: bool,
     seed: int = 0,
-    epochs: int = 50,
+    epochs: int = EPOCHS,
     inner: str = "inductor",
     budget_bits: float = 4.0,
 ) -> RunResult:
@@ -149,14 +153,16 @@ def run(
     x_train, x_test, y_train, y_test = digits()
     if compressed:
         sample = list(batches(x_train, y_train, epochs=1, seed=seed + 1))[:2]
-        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=sample, loss_fn=loss_fn, inner=inner, seed=seed)
+        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=sample, loss_fn=loss_fn, inner=inner)
     else:
         model.compile(backend="inductor" if inner == "inductor" else "aot_eager")
 
-    steps = epochs * (len(x_train) // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
-    losses, seconds, held = [], [], 0
+    steps = epochs * (len(x_train) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.5e-3, total_steps=steps)
+    losses: list[float] = []
+    seconds: list[float] = []
+    held = 0
     for x, y in batches(x_train, y_train, epochs, seed):
         start = time.perf_counter()
         loss = loss_fn(model, (x, y))
@@ -175,3 +181,88 @@ def run(
     report = gact_fx.inspect(model) if compressed else None
     name = f"gact_fx, {budget_bits:g} bits" if compressed else "torch.compile"
     return RunResult(model_name, name, accuracy, held, losses, seconds, report)
+
+
+def table(results: list[RunResult]) -> str:
+    """One line a run; the ratio is to the bytes of the same model in torch.compile."""
+    plain = {result.model: result.held_bytes for result in results if result.report is None}
+    lines = [("model", "run", "test accuracy", "bytes held for backward", "ratio", "median step time")]
+    for r in results:
+        ratio = f"{plain[r.model] / r.held_bytes:.1f}x"
+        step = f"{1e3 * statistics.median(r.step_seconds):.1f} ms"
+        lines.append((r.model, r.run, f"{100 * r.accuracy:.1f} %", f"{r.held_bytes / 1e6:.2f} MB", ratio, step))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = ([*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])] for line in lines)
+    return "\n".join("  ".join(line) for line in cells)
+
+
+def draw(results: list[RunResult], path: str) -> None:
+    """A row of panels a model: loss curves, and for every tensor its sensitivity and its bits."""
+    models = list(dict.fromkeys(result.model for result in results))
+    figure = Figure(figsize=(15, 6.5 * len(models)), layout="constrained")
+    grid = figure.subplots(len(models), 3, squeeze=False, width_ratios=[1.5, 1, 1])
+    for (loss_axes, sensitivity_axes, bits_axes), model in zip(grid, models, strict=True):
+        for result in (r for r in results if r.model == model):
+            loss_axes.plot(smooth(result.losses), label=f"{result.run} (test accuracy {100 * result.accuracy:.1f} %)")
+            if result.report is not None:
+                draw_bits(sensitivity_axes, bits_axes, result.report)
+        loss_axes.set(title=f"{model}: training loss", xlabel="step", yscale="log")
+        loss_axes.set_ylabel("cross-entropy, mean of the last 25 steps")
+        loss_axes.legend()
+        loss_axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def draw_bits(sensitivity_axes: Axes, bits_axes: Axes, report: gact_fx.Report) -> None:
+    """Two panels side by side with one line a saved tensor, the first that forward makes at the top."""
+    rows = [r for r in report.rows if r.encoding in ("quantize", "keep") and r.sensitivity is not None]
+    places = range(len(rows))
+    labels = [f"{r.name}  {'x'.join(map(str, r.shape))}" for r in rows]
+    sensitivity_axes.plot([r.sensitivity or 0.0 for r in rows], places, "o", color="tab:red", markersize=4)
+    sensitivity_axes.set(xscale="log", title="how much rounding it disturbs the gradient")
+    sensitivity_axes.set_xlabel("sensitivity (squared gradient)")
+    sensitivity_axes.set_yticks(places, labels, fontsize=7)
+    sensitivity_axes.set_ylabel("saved tensor and its shape, in the order of the graph")
+    bits_axes.barh(places, [r.bits or 0 for r in rows], color="tab:blue")
+    for place, row in zip(places, rows, strict=True):
+        text = f" {row.bits}" if row.bits is not None else " kept exact"
+        bits_axes.text(row.bits or 0, place, text, va="center", fontsize=7)
+    bits_axes.set(title="bits it is stored in (of 32)", xlabel="bits per element", xlim=(0, 9))
+    bits_axes.set_yticks(places, [])
+    for axes in (sensitivity_axes, bits_axes):
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(alpha=0.3, axis="both" if axes is sensitivity_axes else "x")
+
+
+def smooth(values: list[float], window: int = 25) -> list[float]:
+    """Running mean over the last ``window`` values."""
+    return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def main() -> None:
+    """Run all four, print the table and draw the figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"default {EPOCHS}")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the batches")
+    parser.add_argument("--budget-bits", type=float, default=4.0, help="average bits per element, default 4")
+    parser.add_argument("--output", default="digits.png", help="where the figure goes, default digits.png")
+    parser.add_argument("--inner", choices=["inductor", "eager"], default="inductor", help="compiler of the graphs")
+    options = parser.parse_args()
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1")
+    try:
+        gact_fx.Config(budget_bits=options.budget_bits)
+    except ValueError as error:
+        parser.error(str(error))
+    results = [
+        run(model, compressed, options.seed, options.epochs, options.inner, options.budget_bits)
+        for model in MODELS
+        for compressed in (False, True)
+    ]
+    print(table(results))
+    draw(results, options.output)
+    print(f"loss curves and bits: {options.output}")
+
+
+if __name__ == "__main__":
+    main()

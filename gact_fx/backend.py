@@ -70,8 +70,8 @@ class ProfilingBackend:
                 draws=config.profile_draws,
                 progress=session.progress,
             )
-        for profile, sensitivities in zip(profiles, measured, strict=True):
-            profile.add(sensitivities)
+        for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
+            profile.add(step.analysis, sensitivities)
 
     def _forward(self, pair: GraphPair, key: int) -> Compiled:
         run = interpret_graph(pair.forward, False)

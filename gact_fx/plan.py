@@ -15,13 +15,13 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One saved tensor: ``bits`` per code (None: kept exact), its slot seed, and the measured sensitivity.
+    """One saved tensor, by its key: ``bits`` per code (None: kept exact), its slot seed, and the measured sensitivity.
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: the tensor adds ``c_l / (2^bits - 1)^2`` to the
     variance of the gradient. None where it was not measured.
     """
 
-    name: str
+    key: str
     bits: int | None
     seed: int
     sensitivity: float | None
@@ -34,8 +34,9 @@ class GraphPlan:
     fingerprint: str
     tensors: tuple[TensorPlan, ...]
 
-    def tensor(self, name: str) -> TensorPlan | None:
-        return next((t for t in self.tensors if t.name == name), None)
+    def entries(self) -> dict[str, TensorPlan]:
+        """The entries by key."""
+        return {entry.key: entry for entry in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def _graph_plan(data: dict[str, Any]) -> GraphPlan:
 
 
 def graph_fingerprint(saved: tuple[SavedTensor, ...]) -> str:
-    """Names, operators, dtypes and ranks of what a graph saves; sizes are left out, so that another batch size fits."""
-    text = ";".join(f"{t.name} {t.op} {t.dtype} {len(t.shape)}" for t in saved)
+    """Operators, dtypes and ranks of the activations that a graph saves; sizes are left out, so that any batch fits."""
+    text = ";".join(f"{t.key} {t.dtype} {len(t.shape)}" for t in saved if t.owner == "nobody")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -86,7 +87,7 @@ def model_fingerprint(parameters: list[tuple[str, tuple[int, ...]]]) -> str:
     return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16] if parameters else ""
 
 
-def slot_seed(seed: int, graph: str, name: str) -> int:
+def slot_seed(seed: int, graph: str, key: str) -> int:
     """The seed of one saved tensor's noise: independent of the other tensors' and of where in the plan it stands."""
-    digest = hashlib.sha256(f"{seed}/{graph}/{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{graph}/{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

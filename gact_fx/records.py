@@ -13,12 +13,15 @@ KEEP, QUANTIZE, MASK, ALIAS = "keep", "quantize", "mask", "alias"
 class SavedTensor:
     """One value that forward saves for backward, as the partitioner left it.
 
+    ``name`` is its slot in this graph; ``key`` (operator and occurrence, ``aten.addmm#2``) also finds it again where the
+    same model is traced anew, with other node names because its shapes have become dynamic.
     ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
     numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
     ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), or ``"symbol"`` (not a tensor at all).
     """
 
     name: str
+    key: str
     op: str
     module: str
     shape: tuple[int, ...]

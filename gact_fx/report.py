@@ -115,9 +115,9 @@ def _note(session: Session) -> str:
 
 def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
     held: set[int] = set()
-    entries = {entry.name: entry for entry in record.plan.tensors}
+    entries = record.plan.entries()
     for tensor, how in zip(record.analysis.saved, record.analysis.eligibility, strict=True):
-        entry = entries.get(tensor.name)
+        entry = entries.get(tensor.key)
         bits = entry.bits if entry is not None else None
         encoding, reason = how.encoding, how.reason
         if encoding == QUANTIZE and bits is None:

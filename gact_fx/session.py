@@ -36,13 +36,16 @@ class GraphProfile:
     totals: dict[str, float] = field(default_factory=dict)
     count: int = 0
 
-    def add(self, sensitivities: Mapping[str, float]) -> None:
-        for name, value in sensitivities.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value
+    def add(self, analysis: GraphAnalysis, sensitivities: Mapping[str, float]) -> None:
+        """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
+        for tensor in analysis.saved:
+            if tensor.name in sensitivities:
+                self.totals[tensor.key] = self.totals.get(tensor.key, 0.0) + sensitivities[tensor.name]
         self.count += 1
 
-    def mean(self, name: str) -> float | None:
-        return self.totals[name] / self.count if self.count and name in self.totals else None
+    def mean(self, key: str) -> float | None:
+        """Mean sensitivity of the tensor with this key, None where it was never measured."""
+        return self.totals[key] / self.count if self.count and key in self.totals else None
 
 
 class Session:
@@ -107,8 +110,8 @@ class Session:
         default = allocate({key: GraphProfile(analysis)}, self.config)[0]
         if found is None:
             return default
-        entries = {entry.name: entry for entry in (*default.tensors, *found.tensors)}
-        return GraphPlan(key, tuple(entries[t.name] for t, _ in analysis.quantized()))
+        entries = {**default.entries(), **found.entries()}
+        return GraphPlan(key, tuple(entries[t.key] for t, _ in analysis.quantized()))
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 
@@ -124,7 +127,7 @@ def allocate(profiles: Mapping[str, GraphProfile], config: Config) -> tuple[Grap
     if config.adaptive:
         items = [
             # A tensor that carries masks must have a blob for them to travel in.
-            Item(t.numel, t.dtype, p.mean(t.name), how.mask_numel, None if how.masks else t.storage_nbytes)
+            Item(t.numel, t.dtype, p.mean(t.key), how.mask_numel, None if how.masks else t.storage_nbytes)
             for _, p, t, how in slots
             if t.dtype is not None
         ]
@@ -133,5 +136,5 @@ def allocate(profiles: Mapping[str, GraphProfile], config: Config) -> tuple[Grap
         bits = [int(config.budget_bits)] * len(slots)
     plans: dict[str, list[TensorPlan]] = {key: [] for key in profiles}
     for (key, p, t, _), width in zip(slots, bits, strict=True):
-        plans[key].append(TensorPlan(t.name, width, slot_seed(config.seed, key, t.name), p.mean(t.name)))
+        plans[key].append(TensorPlan(t.key, width, slot_seed(config.seed, key, t.key), p.mean(t.key)))
     return tuple(GraphPlan(key, tuple(tensors)) for key, tensors in plans.items())

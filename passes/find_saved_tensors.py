@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import getitem as _getitem
 
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
+from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.records import SavedTensor
 from gact_fx.symbolic import hint, is_symbolic
 
@@ -23,31 +24,45 @@ def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.name not in pair.upstream_inputs:
             owners[_storage_key(value)] = "parameter" if node.name in pair.static_inputs else "caller"
-    return tuple(_record(value.name, value.source, storages, owners) for value in pair.saved_values())
+    counts: Counter[str] = Counter()
+    records = []
+    for value in pair.saved_values():
+        op = _op_name(_producer(value.source))
+        records.append(_record(value, f"{op}#{counts[op]}", op, storages, owners))
+        counts[op] += 1
+    return tuple(records)
 
 
-def _record(name: str, node: fx.Node, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
-    value = node.meta.get("val")
-    op, module = _op_name(node), _module_path(node)
+def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
+    value = saved.source.meta.get("val")
+    module = _module_path(_producer(saved.source))
     if not isinstance(value, torch.Tensor):
-        return SavedTensor(name, op, module, (), (), None, -1, 0, "symbol")
-    key = _storage_key(value)
+        return SavedTensor(saved.name, key, op, module, (), (), None, -1, 0, "symbol")
+    storage = _storage_key(value)
     return SavedTensor(
-        name=name,
+        name=saved.name,
+        key=key,
         op=op,
         module=module,
         shape=tuple(hint(size) for size in value.shape),
         stride=tuple(hint(step) for step in value.stride()),
         dtype=value.dtype,
-        storage=storages.setdefault(key, len(storages)),
+        storage=storages.setdefault(storage, len(storages)),
         storage_nbytes=hint(value.untyped_storage().nbytes()),
-        owner=owners.get(key, "nobody"),
+        owner=owners.get(storage, "nobody"),
         dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
     )
 
 
 def _storage_key(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The node behind detach and alias, which say nothing about what was saved."""
+    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _op_name(node: fx.Node) -> str:

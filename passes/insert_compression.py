@@ -36,17 +36,17 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
     """
     editor = _Editor(pair, group_size)
     values = {value.name: value for value in pair.saved_values()}
-    entries = {entry.name: entry for entry in plan.tensors}
+    entries = plan.entries()
     aliases: dict[str, list[SavedValue]] = {}
     for how in analysis.eligibility:
         if how.encoding == ALIAS:
             aliases.setdefault(how.alias_of, []).append(values[how.name])
-    for how in analysis.eligibility:
+    for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True):
         value = values[how.name]
         if how.encoding == MASK:
             editor.save_masks(value, how)
-        elif how.encoding == QUANTIZE and (bits := entries[how.name].bits) is not None:
-            editor.save_codes(value, how, bits, entries[how.name].seed, aliases.get(how.name, []))
+        elif how.encoding == QUANTIZE and (bits := entries[tensor.key].bits) is not None:
+            editor.save_codes(value, how, bits, entries[tensor.key].seed, aliases.get(how.name, []))
     editor.finish()
     return pair
 

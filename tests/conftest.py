@@ -1,0 +1,100 @@
+"""Shared fixtures: traced graph pairs, and a fresh compiler for every test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from gact_fx.aot import GraphPair, partition
+from gact_fx.config import Config
+from gact_fx.driver import Driver
+from gact_fx.inner import compile_pair
+from gact_fx.records import Eligibility, GraphAnalysis
+
+Trace = Callable[..., GraphPair]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def trace() -> Trace:
+    """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it."""
+
+    def run(model: Callable[..., Any], *inputs: torch.Tensor, upstream: bool = False, inner: str = "eager") -> GraphPair:
+        found: list[GraphPair] = []
+
+        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+            found.append(partition(joint, joint_inputs, lambda index: upstream, **options))
+            return found[-1].forward, found[-1].backward
+
+        def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            return compile_pair(module, example_inputs, cut, inner=inner, cache_key="test")
+
+        torch.compile(wrapped(model), backend=backend)(*inputs)
+        return found[-1]
+
+    return run
+
+
+def wrapped(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function around ``model``: Dynamo does not compile frames of torch.nn themselves."""
+    return lambda *inputs: model(*inputs)
+
+
+def analyze(pair: GraphPair, min_elements: int = 64) -> GraphAnalysis:
+    return Driver(pair, Config(min_elements=min_elements)).analyze()
+
+
+def decisions(analysis: GraphAnalysis) -> dict[str, Eligibility]:
+    return {decision.name: decision for decision in analysis.eligibility}
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of the parameters' gradients, which are then cleared."""
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def relative_error(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    difference = sum(float((a - b).double().square().sum()) for a, b in zip(found, exact, strict=True))
+    return (difference / sum(float(b.double().square().sum()) for b in exact)) ** 0.5
+
+
+class Mixed(nn.Module):
+    """Convolution, batch norm, ReLU, attention, layer norm, GELU: one of each kind of saved tensor."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.bn = nn.BatchNorm2d(16)
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bn(self.conv(x))).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + (q @ k.transpose(1, 2) / 4).softmax(-1) @ v
+        x = x + self.mlp(self.norm(x))
+        return nn.functional.cross_entropy(self.head(x.mean(1)), y)
+
+
+def mixed_batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(0, 10, (rows,), generator=generator)

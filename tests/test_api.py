@@ -1,0 +1,212 @@
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import Mixed, gradients, mixed_batch, relative_error
+from torch import nn
+
+import gact_fx
+
+INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
+
+
+@INNER
+def test_no_budget_gives_the_gradients_of_torch_compile(inner: str) -> None:
+    model = Mixed()
+    twin = Mixed()
+    twin.load_state_dict(model.state_dict())
+    gact_fx.compile(model, budget_bits=None, inner=inner)
+    twin.compile(backend="inductor" if inner == "inductor" else "aot_eager")
+    for _ in range(2):
+        model(*mixed_batch()).backward()
+        twin(*mixed_batch()).backward()
+        for a, b in zip(gradients(model), gradients(twin), strict=True):
+            assert torch.equal(a, b)
+    assert "compression is off" in str(gact_fx.inspect(model))
+
+
+@INNER
+@pytest.mark.parametrize("sampled", [True, False])
+def test_profile_plan_train(inner: str, sampled: bool) -> None:
+    model, reference = Mixed(), Mixed()
+    reference.load_state_dict(model.state_dict())
+    batch = mixed_batch()
+    assert gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[batch] if sampled else None) is model
+    steps = 1 if sampled else 2
+    for step in range(steps):
+        assert (gact_fx.inspect(model).bytes_after > 0) is False
+        model(*batch).backward()
+        reference(*batch).backward()
+        found, exact = gradients(model), gradients(reference)
+        if step < steps - 1:  # the sample runs uncompressed
+            assert relative_error(found, exact) < 1e-5
+    assert 1e-5 < relative_error(found, exact) < 0.02
+    report = gact_fx.inspect(model)
+    assert report.ratio > 3
+    for buffer, wanted in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(buffer, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_profiling_leaves_no_trace() -> None:
+    model = Mixed(dropout=0.1)
+    model(*mixed_batch()).backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    noise = torch.get_rng_state()
+    gact_fx.compile(model, inner="eager", sample_batches=[mixed_batch()] * 2)
+    assert torch.equal(noise, torch.get_rng_state())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    for p, wanted in zip(model.parameters(), grads, strict=True):
+        assert (p.grad is None) == (wanted is None) and (wanted is None or torch.equal(p.grad, wanted))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_batches": []}, "sample_batches is empty"),
+        ({"sample_batches": torch.zeros(3)}, "sample_batches must be an iterable of batches, got one Tensor"),
+        ({"sample_batches": [(torch.zeros(2, 5),)]}, "sample batch 0 failed with TypeError"),
+        ({"sample_batches": [(torch.zeros(2, 5), torch.zeros(2).long())]}, "sample batch 0 failed with"),
+        ({"sample_batches": [mixed_batch()], "loss_fn": lambda m, b: m.conv(b[0])}, "must return a scalar tensor, got a tensor of"),
+        ({"sample_batches": [mixed_batch()], "loss_fn": lambda m, b: 3.0}, "must return a scalar tensor, got float"),
+        ({"sample_batches": [mixed_batch()], "loss_fn": lambda m, b: m(*b).detach()}, "the loss has no gradient"),
+        ({"budget_bits": 0}, r"budget_bits must lie in \[1, 16\]"),
+        ({"budget": 4}, "unknown option 'budget'"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, object], message: str) -> None:
+    model = Mixed()
+    with pytest.raises(ValueError, match=message) as caught:
+        gact_fx.compile(model, inner="eager", **options)  # type: ignore[arg-type]
+    assert str(caught.value).startswith("gact_fx.compile: ") and "\n" not in str(caught.value)
+    model(*mixed_batch()).backward()
+    with pytest.raises(ValueError, match="was not compiled by gact_fx.compile"):
+        gact_fx.inspect(model)
+
+
+def test_what_is_not_a_model() -> None:
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module or a function, got int"):
+        gact_fx.compile(3)  # type: ignore[type-var]
+
+
+def test_a_loss_of_the_wrong_kind_from_the_model() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="must return a scalar tensor"):
+        gact_fx.compile(model, inner="eager", sample_batches=[torch.randn(2, 4)])
+
+
+@INNER
+def test_a_bare_container_of_torch_is_compiled_too(inner: str) -> None:
+    """nn.Module.compile on an nn.Sequential compiles nothing at all, silently."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+    gact_fx.compile(model, inner=inner)
+    for _ in range(2):
+        model(torch.randn(64, 16)).sum().backward()
+    assert gact_fx.inspect(model).ratio > 2
+
+
+def test_a_plain_function() -> None:
+    weight = nn.Parameter(torch.randn(32, 32))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return (x @ weight).tanh().square().sum()
+
+    compiled = gact_fx.compile(loss, inner="eager", sample_batches=[torch.randn(64, 32)])
+    compiled(torch.randn(64, 32)).backward()
+    assert gact_fx.inspect(compiled).ratio > 2
+    assert compiled.__doc__ == "The loss."
+
+
+def test_nothing_to_compress_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        gact_fx.compile(model, inner="eager", sample_batches=[torch.randn(2, 4)], loss_fn=lambda m, b: m(b).sum())
+    model(torch.randn(2, 4)).sum().backward()
+    assert "nothing to compress" in caplog.text
+    assert "nothing to compress" in str(gact_fx.inspect(model))
+
+
+@INNER
+def test_eval_and_no_grad_are_not_touched(inner: str) -> None:
+    model, reference = Mixed(), Mixed()
+    reference.load_state_dict(model.state_dict())
+    gact_fx.compile(model, inner=inner, sample_batches=[mixed_batch()])
+    model.eval(), reference.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(*mixed_batch()), reference(*mixed_batch()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_whose_output_the_loss_ignores_does_not_stop_planning() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 64), nn.Linear(32, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            unused = self.a(x).tanh()
+            torch._dynamo.graph_break()
+            return unused, self.b(x).tanh()
+
+    model = gact_fx.compile(Two(), inner="eager")
+    for _ in range(3):
+        model(torch.randn(64, 32))[1].square().sum().backward()
+    assert gact_fx.inspect(model).ratio > 2
+
+
+@INNER
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_activations_give_the_gradients_of_autograd(inner: str, value: float) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+    gact_fx.compile(model, inner=inner, budget_bits=8, sample_batches=[torch.randn(64, 16)], loss_fn=lambda m, b: m(b).sum())
+    reference = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(64, 16)
+    x[3, 5] = value
+    model(x).sum().backward(), reference(x).sum().backward()
+    for a, b in zip(gradients(model), gradients(reference), strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        # inf and NaN may stand for each other: 1 - tanh(inf)^2 is 0 exactly, and only nearly so from codes.
+        torch.testing.assert_close(a[a.isfinite()], b[b.isfinite()], rtol=0.1, atol=0.5)
+
+
+def test_backend_by_name_needs_no_import() -> None:
+    program = """
+import torch, logging
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+exact = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+exact.load_state_dict(model.state_dict())
+compiled = torch.compile(model, backend="gact", options={"budget_bits": 8, "inner": "eager"})
+x = torch.randn(64, 16)
+errors = []
+for _ in range(3):
+    model.zero_grad(), exact.zero_grad()
+    compiled(x).square().sum().backward(), exact(x).square().sum().backward()
+    g, e = model[0].weight.grad, exact[0].weight.grad
+    errors.append(float((g - e).norm() / e.norm()))
+assert errors[0] < 1e-5, errors          # the sample runs uncompressed
+assert 1e-5 < errors[1] < 0.05, errors   # the plan
+compiled.eval()
+with torch.no_grad():
+    assert torch.allclose(compiled(x), exact(x), atol=1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "planned" in done.stderr
+
+
+def test_backend_by_name_names_bad_options() -> None:
+    with warnings.catch_warnings(), pytest.raises(Exception, match="unknown option 'bits'"):
+        torch.compile(lambda x: x.sin(), backend="gact", options={"bits": 4})(torch.randn(3, requires_grad=True))
+
+
+def test_profiling_is_silent_when_not_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
+    captured = capfd.readouterr()
+    assert captured.out == "" and "profiling" not in captured.err

@@ -1,0 +1,41 @@
+import pytest
+
+from gact_fx import Config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_bits": 0.5}, r"budget_bits must lie in \[1, 16\], .* got 0.5"),
+        ({"budget_bits": 17}, r"budget_bits must lie in \[1, 16\]"),
+        ({"budget_bits": float("nan")}, r"budget_bits must lie in \[1, 16\]"),
+        ({"budget_bits": "4"}, "budget_bits must lie in .* got '4'"),
+        ({"budget_bits": 3.5, "adaptive": False}, "adaptive=False takes a whole number of bits"),
+        ({"group_size": 100}, "group_size must be one of .* got 100"),
+        ({"inner": "tvm"}, "inner must be one of .* got 'tvm'"),
+        ({"profile_draws": 0}, "profile_draws must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"bits": 4}, "unknown option 'bits'; the options are adaptive, budget_bits"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Config.from_options(options)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_lie_over_a_base() -> None:
+    config = Config.from_options({"seed": 7}, Config(budget_bits=2))
+    assert (config.budget_bits, config.seed) == (2, 7)
+
+
+def test_levels() -> None:
+    assert Config.from_level("L0").budget_bits is None
+    assert Config.from_level("L1") == Config(budget_bits=4, adaptive=False)
+    assert Config.from_level("L2.2", seed=3) == Config(budget_bits=2, seed=3)
+
+
+@pytest.mark.parametrize("level", ["L9", "L3", "swap"])
+def test_levels_that_do_not_exist(level: str) -> None:
+    with pytest.raises(ValueError, match=f"level .*'?{level}"):
+        Config.from_level(level)

@@ -1,0 +1,74 @@
+import torch
+from conftest import Mixed, Trace, analyze, decisions, mixed_batch
+from torch import nn
+
+
+def reasons(trace: Trace, function: object, *inputs: torch.Tensor, **options: bool) -> dict[str, str]:
+    analysis = analyze(trace(function, *inputs, **options))
+    return {t.op: d.reason for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+
+
+def test_floats_are_quantized_and_masks_are_exact(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(16, 32))
+    v = nn.Parameter(torch.randn(32, 8))
+    analysis = analyze(trace(lambda x: (nn.functional.dropout((x @ w).tanh(), 0.5) @ v).sum(), torch.randn(8, 16)))
+    found = {(t.op, d.encoding) for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    assert ("aten.tanh", "quantize") in found
+    assert ("aten.native_dropout[1]", "mask") in found
+
+
+def test_refusals_have_reasons(trace: Trace) -> None:
+    weight = nn.Parameter(torch.randn(16, 32))
+    norm = nn.LayerNorm(32)
+
+    def function(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        y = norm(x @ weight.exp())
+        return y[index].tanh().sum()
+
+    found = reasons(trace, function, torch.randn(128, 16), torch.randint(0, 8, (100,)))
+    assert found["input"] in ("an input that the caller holds", "a parameter or buffer, held anyway")
+    assert found["aten.exp"] == "computed from parameters alone"
+    assert found["aten.native_layer_norm[1]"] == "a statistic of rows or channels"
+
+
+def test_small_tensors_are_kept(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(16, 2))
+    analysis = analyze(trace(lambda x: (x @ w).tanh().sum(), torch.randn(8, 16)))
+    assert "fewer than 64 elements" in {d.reason for d in analysis.eligibility}
+
+
+def test_float64_and_integers_are_kept(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(16, 32, dtype=torch.float64))
+    found = reasons(trace, lambda x: (x @ w).tanh().sum(), torch.randn(8, 16, dtype=torch.float64))
+    assert found["aten.tanh"] == "float64 is kept exact"
+    pooled = reasons(trace, lambda x: nn.functional.max_pool1d(x * w[0, 0].float(), 2).sum(), torch.randn(4, 3, 64))
+    assert "int64 is kept exact" in pooled.values()
+
+
+def test_a_kept_tensor_keeps_what_shares_its_memory(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(4, 64))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).view(-1)
+        return (y * y.view(16, 64).t().reshape(-1)).sum() + y[:8].sin().sum()
+
+    analysis = analyze(trace(function, torch.randn(16, 4)))
+    by_storage: dict[int, set[bool]] = {}
+    for tensor, decision in zip(analysis.saved, analysis.eligibility, strict=True):
+        if tensor.owner == "nobody":
+            by_storage.setdefault(tensor.storage, set()).add(decision.is_compressed)
+    assert by_storage and all(len(kinds) == 1 for kinds in by_storage.values())
+
+
+def test_memory_order_follows_the_strides(trace: Trace) -> None:
+    conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    analysis = analyze(trace(lambda x: conv(x).tanh().sum(), x))
+    orders = [d.order for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if t.op == "aten.tanh"]
+    assert orders == [(0, 2, 3, 1)]
+
+
+def test_every_tensor_gets_a_decision(trace: Trace) -> None:
+    analysis = analyze(trace(Mixed(), *mixed_batch()))
+    assert [t.name for t in analysis.saved] == [d.name for d in analysis.eligibility]
+    assert all(d.reason for d in decisions(analysis).values() if not d.is_compressed)

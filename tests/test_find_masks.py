@@ -1,0 +1,53 @@
+import torch
+from conftest import Trace, analyze
+from torch import nn
+
+from gact_fx.passes import find_masks, find_saved_tensors
+
+
+def test_relu_output_that_is_used_both_ways_carries_its_mask(trace: Trace) -> None:
+    v, w = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(32, 8))
+    analysis = analyze(trace(lambda x: ((x @ v).relu() @ w).sum().sin(), torch.randn(8, 16)))
+    carrying = [(d.encoding, len(d.masks), d.values) for d in analysis.eligibility if d.masks]
+    assert carrying == [("quantize", 1, True)] or not carrying  # a partitioner may save the mask itself
+    encodings = {t.op: d.encoding for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    assert encodings["aten.relu"] == "quantize"
+
+
+def test_a_tensor_that_is_only_compared_is_one_bit(trace: Trace) -> None:
+    v = nn.Parameter(torch.randn(16, 32))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x @ v
+        return torch.where(y > 0.5, y * 3, y).sum()
+
+    pair = trace(function, torch.randn(8, 16))
+    lossy = frozenset(value.name for value in pair.saved_values() if value.source.meta["val"].is_floating_point())
+    masks = find_masks(pair, lossy)
+    analysis = analyze(pair)
+    for tensor, decision in zip(analysis.saved, analysis.eligibility, strict=True):
+        if decision.masks:
+            assert decision.encoding == "mask" and tensor.name not in masks.values
+
+
+def test_a_recomputed_chain_that_ends_in_a_comparison_is_a_mask(trace: Trace) -> None:
+    conv, bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    pair = trace(lambda x: nn.functional.max_pool2d(bn(conv(x)).relu(), 2).sum(), torch.randn(4, 3, 10, 10), inner="inductor")
+    analysis = analyze(pair)
+    hosts = [t.op for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if d.masks]
+    assert hosts == ["aten.convolution"]
+
+
+def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
+    v = nn.Parameter(torch.randn(16, 32))
+    pair = trace(lambda x: (x @ v).tanh().sum(), torch.randn(8, 16))
+    graph = pair.backward.graph
+    tanh = next(t for t in find_saved_tensors(pair) if t.op == "aten.tanh")
+    saved = next(value for value in pair.saved_values() if value.name == tanh.name)
+    user = next(iter(saved.placeholder.users))
+    with graph.inserting_before(user):
+        floor = graph.call_function(torch.ops.aten.floor.default, (saved.placeholder,))
+        floor.meta["val"] = saved.placeholder.meta["val"]
+    user.replace_input_with(saved.placeholder, floor)
+    masks = find_masks(pair, frozenset({saved.name}))
+    assert "floor" in masks.refused[saved.name] and not masks.hosts

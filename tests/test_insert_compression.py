@@ -1,0 +1,124 @@
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mixed, Trace, analyze, mixed_batch, relative_error
+from torch import fx, nn
+
+from gact_fx.aot import GraphPair
+from gact_fx.passes import GraphVerificationError, insert_compression, verify_graphs
+from gact_fx.plan import GraphPlan, TensorPlan
+from gact_fx.records import GraphAnalysis
+
+compress = torch.ops.gact_fx.compress.default
+decompress = torch.ops.gact_fx.decompress.default
+
+
+def uniform(analysis: GraphAnalysis, bits: int | None = 8) -> GraphPlan:
+    return GraphPlan("", tuple(TensorPlan(t.key, bits, 0, None) for t, _ in analysis.quantized()))
+
+
+def run(pair: GraphPair, inputs: list[Any]) -> list[Any]:
+    outputs = fx.Interpreter(pair.forward).run(*inputs)
+    users, saved = outputs[: pair.num_user_outputs], outputs[pair.num_user_outputs :]
+    tangents = [torch.ones_like(users[-1])]
+    return list(fx.Interpreter(pair.backward).run(*saved, *tangents))
+
+
+def rewritten(trace: Trace, function: Any, *inputs: torch.Tensor, bits: int | None = 8) -> tuple[GraphPair, GraphAnalysis]:
+    pair = trace(function, *inputs)
+    analysis = analyze(pair)
+    insert_compression(pair, analysis, uniform(analysis, bits), group_size=256)
+    verify_graphs(pair, tuple(t.name for t in analysis.saved))
+    return pair, analysis
+
+
+def test_blobs_replace_tensors_in_place(trace: Trace) -> None:
+    before = trace(Mixed(), *mixed_batch())
+    names = [value.name for value in before.saved_values()]
+    pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
+    values = pair.saved_values()
+    assert [value.name for value in values] == names
+    for value, decision in zip(values, analysis.eligibility, strict=True):
+        dtype = value.placeholder.meta["val"].dtype
+        assert (dtype is torch.uint8 and value.source.target is compress) == decision.is_compressed
+
+
+def test_gradients_of_the_rewritten_pair(trace: Trace) -> None:
+    model, (x, y) = Mixed(), mixed_batch()
+    exact = trace(model, x, y)
+    placeholders = exact.forward.graph.find_nodes(op="placeholder")
+    generator = torch.Generator().manual_seed(3)
+    values = []
+    for node in placeholders:
+        fake = node.meta["val"]
+        if fake.dtype.is_floating_point:
+            values.append(torch.randn(fake.shape, generator=generator) / 4)
+        else:
+            values.append(torch.randint(0, 10, fake.shape, generator=generator))
+    wanted = run(exact, list(values))
+    pair, _ = rewritten(trace, model, x, y)
+    found = run(pair, list(values))
+    assert [a is None for a in found] == [b is None for b in wanted]
+    assert 1e-5 < relative_error([a for a in found if a is not None], [b for b in wanted if b is not None]) < 0.02
+
+
+def test_decompression_comes_right_before_its_first_use(trace: Trace) -> None:
+    pair, _ = rewritten(trace, Mixed(), *mixed_batch())
+    nodes = list(pair.backward.graph.nodes)
+    for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
+        gap = nodes[nodes.index(node) + 1 : nodes.index(min(node.users))]
+        assert all(n.target in (decompress, torch.ops.aten.permute.default) or n.name.endswith("_view") for n in gap)
+
+
+def test_kept_by_the_plan_stays(trace: Trace) -> None:
+    pair, _ = rewritten(trace, lambda x: x.tanh().sum(), torch.randn(64, 8, requires_grad=True), bits=None)
+    assert not pair.forward.graph.find_nodes(op="call_function", target=compress)
+
+
+def test_running_the_pipeline_again_changes_nothing(trace: Trace) -> None:
+    pair, _ = rewritten(trace, Mixed(), *mixed_batch())
+    text = pair.forward.code, pair.backward.code
+    again = analyze(pair)
+    assert not any(decision.is_compressed for decision in again.eligibility)
+    insert_compression(pair, again, uniform(again), group_size=256)
+    assert (pair.forward.code, pair.backward.code) == text
+
+
+def test_several_masks_in_one_blob(trace: Trace) -> None:
+    v, w = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(32, 8))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.hardswish(x @ v) @ w).sum()
+
+    x = torch.randn(64, 16) * 2
+    pair, analysis = rewritten(trace, function, x, bits=8)
+    assert max(len(decision.masks) for decision in analysis.eligibility) >= 2
+    exact = torch.autograd.grad(function(x), [v, w])
+    inputs = [
+        next(t for t in (x, v, w) if t.shape == node.meta["val"].shape).detach()
+        for node in pair.forward.graph.find_nodes(op="placeholder")
+    ]
+    found = {tuple(g.shape): g for g in run(pair, inputs) if g is not None}
+    for gradient in exact:
+        error = torch.linalg.vector_norm(found[tuple(gradient.shape)] - gradient)
+        assert error < 0.02 * torch.linalg.vector_norm(gradient)
+
+
+@pytest.mark.parametrize("damage", ["target", "order", "count", "dtype"])
+def test_verification_notices(trace: Trace, damage: str) -> None:
+    pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
+    names = tuple(t.name for t in analysis.saved)
+    slots = pair.backward.graph.find_nodes(op="placeholder")
+    if damage == "target":
+        slots[0].target = "other"
+    elif damage == "order":
+        names = names[::-1]
+    elif damage == "count":
+        output = pair.forward.graph.output_node()
+        output.meta["desc"] = [*output.meta["desc"], None]
+    else:
+        value = next(v for v, d in zip(pair.saved_values(), analysis.eligibility, strict=True) if d.is_compressed)
+        value.placeholder.meta["val"] = value.placeholder.meta["val"].float()
+    with pytest.raises((GraphVerificationError, RuntimeError)):
+        verify_graphs(pair, names)
