@@ -5,7 +5,7 @@ A residual CNN with batch norm and a vision transformer learn scikit-learn's 8x8
 table says what that did to test accuracy, to the bytes held between forward and backward and to the time of a step;
 the figure shows the loss curves and the bits that were chosen for every tensor.
 
-    python examples/train_digits.py                     # about two minutes on two cores; writes digits.png
+    python examples/train_digits.py                     # one to two minutes on two cores; writes digits.png
     python examples/train_digits.py --budget-bits 2 --epochs 10 --output two_bits.png
     python examples/train_digits.py --inner eager       # needs no C++ compiler
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -219,18 +220,19 @@ def draw_bits(sensitivity_axes: Axes, bits_axes: Axes, report: gact_fx.Report) -
     places = range(len(rows))
     labels = [f"{r.name}  {'x'.join(map(str, r.shape))}" for r in rows]
     sensitivity_axes.plot([r.sensitivity or 0.0 for r in rows], places, "o", color="tab:red", markersize=4)
-    sensitivity_axes.set(xscale="log", title="how much rounding it disturbs the gradient")
-    sensitivity_axes.set_xlabel("sensitivity (squared gradient)")
+    sensitivity_axes.set(xscale="log", title="sensitivity of the gradient to rounding")
+    sensitivity_axes.set_xlabel("squared change of the gradient at 1 bit")
+    sensitivity_axes.xaxis.set_minor_formatter(NullFormatter())
     sensitivity_axes.set_yticks(places, labels, fontsize=7)
     sensitivity_axes.set_ylabel("saved tensor and its shape, in the order of the graph")
     bits_axes.barh(places, [r.bits or 0 for r in rows], color="tab:blue")
     for place, row in zip(places, rows, strict=True):
         text = f" {row.bits}" if row.bits is not None else " kept exact"
         bits_axes.text(row.bits or 0, place, text, va="center", fontsize=7)
-    bits_axes.set(title="bits it is stored in (of 32)", xlabel="bits per element", xlim=(0, 9))
+    bits_axes.set(title="bits it is stored in", xlabel="bits per element (32 uncompressed)", xlim=(0, 9))
     bits_axes.set_yticks(places, [])
     for axes in (sensitivity_axes, bits_axes):
-        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)  # the first at the top
         axes.grid(alpha=0.3, axis="both" if axes is sensitivity_axes else "x")
 
 

@@ -46,7 +46,9 @@ class GraphPair:
         slots = self.backward.graph.find_nodes(op="placeholder")
         # Symbols come last out of forward and first into backward.
         slots = slots[symbols : len(saved)] + slots[:symbols]
-        return [SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)]
+        return [
+            SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)
+        ]
 
     def tangents(self) -> frozenset[str]:
         """Names of the backward placeholders that are not saved by forward: tangents and backward seeds."""
@@ -75,7 +77,7 @@ class GraphPair:
         outputs[value.position] = replacement
         if value.source.meta.get("saved_tensor_with_no_vc_check"):
             replacement.meta["saved_tensor_with_no_vc_check"] = True
-        output.args = (type(output.args[0])(outputs),)  # type: ignore[call-arg, arg-type]
+        output.args = (tuple(outputs),)
         value.placeholder.meta["val"] = replacement.meta["val"]
         value.placeholder.meta.pop("tensor_meta", None)
 
@@ -103,7 +105,7 @@ def partition(
     static_lifetime_input_indices: Sequence[int] | None = None,
     compiler: str = "inductor",
 ) -> GraphPair:
-    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)`` says whether flat input ``i`` is an activation."""
+    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)``: whether flat input ``i`` is an activation."""
     from functorch.compile import min_cut_rematerialization_partition
 
     static = list(static_lifetime_input_indices or ())

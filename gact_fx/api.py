@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ def compile(
             target.restore()
             raise
         target.use(PlannedBackend(session))
-    return target.model
+    return cast(Model, target.model)
 
 
 def inspect(model: Callable[..., Any]) -> Report:
@@ -98,6 +98,7 @@ class _Target:
 
     def __init__(self, model: Any, session: Session) -> None:
         self._original = model
+        self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
             self._before = model._compiled_call_impl
@@ -110,7 +111,8 @@ class _Target:
         if isinstance(self._original, nn.Module):
             # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
             # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
-            self._original._compiled_call_impl = torch.compile(_traced(self._original._call_impl), backend=backend)
+            compiled: Any = torch.compile(_traced(self._original._call_impl), backend=backend)
+            self._original._compiled_call_impl = compiled
         else:
             self.model.compiled = torch.compile(self._original, backend=backend)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._inductor
@@ -133,7 +133,8 @@ class UncompressedBackend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         if self._inner == "inductor":
-            return torch._inductor.compile(module, list(example_inputs))
+            compiled: Any = torch._inductor.compile(module, list(example_inputs))
+            return cast(Compiled, compiled)
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
             pair = partition(joint, joint_inputs, lambda index: False, **options)
@@ -158,11 +159,11 @@ def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict
     sampled = ProfilingBackend(session, plan_after_step=True)(twin, example_inputs)
     planned: Callable[..., Any] = torch.compile(module, backend=PlannedBackend(session))
 
-    @torch.compiler.disable(recursive=False)
     def run(*arguments: Any) -> Any:
         return (sampled if session.plan is None else planned)(*arguments)
 
-    return run
+    # Dynamo must not trace the choice itself.
+    return cast(Compiled, torch.compiler.disable(run, recursive=False))
 
 
 def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[int], bool]:

@@ -76,7 +76,9 @@ def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tens
             raise ValueError("gact_fx.compress: mask must be None where the tensor is a mask itself")
         return
     if x.dtype not in SOURCE_DTYPES:
-        raise ValueError(f"gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {x.dtype}")
+        raise ValueError(
+            f"gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {x.dtype}"
+        )
     check_codes("compress", bits, group_size)
     if mask is not None and mask.dtype not in MASK_DTYPES:
         raise ValueError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")

@@ -52,9 +52,13 @@ class Config:
     def __post_init__(self) -> None:
         bits = self.budget_bits
         if bits is not None and not (_is_number(bits) and 1 <= bits <= 16):
-            raise ValueError(f"gact_fx.compile: budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}")
+            raise ValueError(
+                f"gact_fx.compile: budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}"
+            )
         if bits is not None and not self.adaptive and (bits != int(bits) or bits > 8):
-            raise ValueError(f"gact_fx.compile: adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}")
+            raise ValueError(
+                f"gact_fx.compile: adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
+            )
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"gact_fx.compile: group_size must be one of {GROUP_SIZES}, got {self.group_size!r}")
         if self.inner not in INNER_COMPILERS:
@@ -94,7 +98,9 @@ class Config:
         known = {field.name for field in fields(cls)}
         for name in options:
             if name not in known:
-                raise ValueError(f"gact_fx.compile: unknown option {name!r}; the options are {', '.join(sorted(known))}")
+                raise ValueError(
+                    f"gact_fx.compile: unknown option {name!r}; the options are {', '.join(sorted(known))}"
+                )
         start = base if base is not None else cls()
         return cls(**{**{name: getattr(start, name) for name in known}, **options})
 

@@ -9,7 +9,10 @@ from typing import TypeVar
 
 from gact_fx.aot import GraphPair
 from gact_fx.config import Config
-from gact_fx.passes import decide_eligibility, find_saved_tensors, insert_compression, verify_graphs
+from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.find_saved_tensors import find_saved_tensors
+from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.verify_graphs import verify_graphs
 from gact_fx.plan import GraphPlan
 from gact_fx.records import GraphAnalysis
 

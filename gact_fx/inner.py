@@ -7,7 +7,7 @@ Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``cust
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -31,9 +31,9 @@ def compile_pair(
 ) -> Compiled:
     """Compile what Dynamo traced, with ``partition`` in place of PyTorch's partitioner.
 
-    ``partition(joint, joint_inputs, **aot_options)`` returns the two graphs. ``inner`` is ``"inductor"`` or ``"eager"``;
-    with ``interpret`` both graphs are traced for that compiler but run through ``interpret``. ``cache_key`` identifies
-    everything that ``partition`` depends on.
+    ``partition(joint, joint_inputs, **aot_options)`` returns the two graphs. ``inner`` is ``"inductor"`` or
+    ``"eager"``; with ``interpret`` both graphs are traced for that compiler but run through ``interpret``.
+    ``cache_key`` identifies everything that ``partition`` depends on.
     """
     import torch._functorch.config as functorch_config
 
@@ -97,7 +97,8 @@ def _compile_inductor(
         return compile_fx_inner(graph, inputs, **options)
 
     patches = {"custom_partitioner_fn": _partitioner(partition, cache_key)}
-    return compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=patches)
+    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=patches)
+    return cast(Compiled, compiled)
 
 
 def _keep_input_layouts(graph: fx.GraphModule) -> None:

@@ -27,11 +27,11 @@ _SCHEMAS = (
     "decompress(Tensor blob, SymInt[] size, ScalarType dtype, int bits, int group_size) -> Tensor",
 )
 
-_library = torch.library.Library("gact_fx", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("gact_fx", "DEF")
 for _schema in _SCHEMAS:
-    _library.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.define(_schema, tags=_TAGS)
 for _implementation in (reference.compress, reference.decompress):
-    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")
 
 
 def _compress_fake(

@@ -41,7 +41,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for a whole model. Saved as JSON; ``model`` is the fingerprint of its parameters ('' if unknown)."""
+    """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown."""
 
     budget_bits: float
     group_size: int
@@ -69,7 +69,9 @@ class Plan:
                 raise ValueError(f"it has format {found}, this version reads format {FORMAT}")
             return cls(**{**data, "graphs": tuple(_graph_plan(graph) for graph in data["graphs"])})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"gact_fx.Plan.load: {path} is not a plan of gact_fx ({error}); write one with plan.save") from error
+            raise ValueError(
+                f"gact_fx.Plan.load: {path} is not a plan of gact_fx ({error}); write one with plan.save"
+            ) from error
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:

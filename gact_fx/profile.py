@@ -33,7 +33,8 @@ def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
     raise ValueError(
-        f"gact_fx.compile: the model returned {type(output).__name__} without a loss; pass loss_fn(model, batch) -> scalar"
+        f"gact_fx.compile: the model returned {type(output).__name__} without a loss; pass loss_fn(model, batch), "
+        "which returns a scalar"
     )
 
 
@@ -42,7 +43,8 @@ def profile_batches(
 ) -> None:
     """Run forward and backward on every batch with the profiling backend in place, then make the session's plan.
 
-    ``measure`` is called after each batch's backward pass. Parameters, buffers, ``.grad`` and random number generators are left as they were, also when a batch fails.
+    ``measure`` is called after each batch's backward pass. Parameters, buffers, ``.grad`` and random number generators
+    are left as they were, also when a batch fails.
 
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
@@ -82,15 +84,17 @@ def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
 def _rejected(index: int, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [""]
     return ValueError(
-        f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {lines[0]}; every sample batch must "
-        "be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
+        f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {lines[0]}; every sample batch "
+        "must be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
     )
 
 
 def _check_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"gact_fx.compile: loss_fn must return a scalar tensor, got {found}; reduce it, for example by .mean()")
+        raise ValueError(
+            f"gact_fx.compile: loss_fn must return a scalar tensor, got {found}; reduce it, for example by .mean()"
+        )
     if not loss.requires_grad:
         raise ValueError(
             "gact_fx.compile: the loss has no gradient; it must depend on parameters with requires_grad=True, outside "

@@ -13,8 +13,8 @@ KEEP, QUANTIZE, MASK, ALIAS = "keep", "quantize", "mask", "alias"
 class SavedTensor:
     """One value that forward saves for backward, as the partitioner left it.
 
-    ``name`` is its slot in this graph; ``key`` (operator and occurrence, ``aten.addmm#2``) also finds it again where the
-    same model is traced anew, with other node names because its shapes have become dynamic.
+    ``name`` is its slot in this graph; ``key`` (operator and occurrence, ``aten.addmm#2``) also finds it again where
+    the same model is traced anew, with other node names because its shapes have become dynamic.
     ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
     numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
     ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), or ``"symbol"`` (not a tensor at all).
@@ -77,4 +77,6 @@ class GraphAnalysis:
 
     def quantized(self) -> list[tuple[SavedTensor, Eligibility]]:
         """The tensors whose width is to be chosen."""
-        return [(t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values]
+        return [
+            (t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values
+        ]

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gact_fx.codec_layout import MASK_BLOCK, MASK_DTYPES, blob_nbytes, check_compress, check_decompress, group_count, mask_nbytes
+from gact_fx.codec_layout import (
+    MASK_BLOCK,
+    MASK_DTYPES,
+    blob_nbytes,
+    check_compress,
+    check_decompress,
+    group_count,
+    mask_nbytes,
+)
 
 __all__ = ["compress", "decompress", "pack_mask", "unpack_mask"]
 
@@ -71,7 +79,7 @@ def decompress(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Pack a bool or uint8 tensor of any shape: 32 bytes per 256 elements; byte j of a block holds elements j + 32k at bit k."""
+    """Pack a bool or uint8 tensor of any shape, 256 elements in 32 bytes; byte j holds elements j + 32k at bit k."""
     flat = mask.reshape(-1)
     packed = mask.new_empty(mask_nbytes(flat.numel()), dtype=torch.uint8)
     for first, last in _chunks(group_count(flat.numel(), MASK_BLOCK), MASK_BLOCK):

@@ -46,7 +46,7 @@ class Replay:
         return self._resume(0, {}, given)
 
     def forks(self, given: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Resume]]:
-        """Yield (placeholder, resume) in the order of first use: ``resume(value)`` finishes backward with that value."""
+        """Yield (placeholder, resume) in the order of first use; ``resume(value)`` finishes backward with a value."""
         env: dict[fx.Node, Any] = {}
         for index, node in enumerate(self._nodes):
             for slot in node.all_input_nodes:

@@ -1,7 +1,8 @@
 """Allocate widths to saved tensors: the least gradient variance that fits the budget (GACT, section 4.2).
 
 Minimises ``sum_l c_l S(b_l)`` subject to the bytes of all blobs, metadata included. Every tensor's menu of widths is
-reduced to its convex hull of variance over bytes; then the step with the largest gain per byte is taken until none fits.
+reduced to its convex hull of variance over bytes; then the step with the largest gain per byte is taken, until none
+fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ WIDTHS = range(1, 9)
 class Item:
     """One tensor that wants a width. ``sensitivity`` None: unknown, taken as proportional to its elements.
 
-    ``exact_nbytes``: what keeping it as it is holds (a view holds its whole storage), or None where that is not allowed.
+    ``exact_nbytes``: what keeping it as it is holds (a view holds its whole storage), or None where that is not
+    allowed.
     """
 
     numel: int
@@ -77,7 +79,11 @@ def _with_sensitivities(items: Sequence[Item]) -> list[tuple[Item, float]]:
 
 def _choices(item: Item, sensitivity: float, group_size: int) -> list[Choice]:
     choices = [
-        Choice(bits, int(blob_nbytes(item.numel, item.dtype, bits, group_size, item.mask_numel)), sensitivity * step_variance(bits))
+        Choice(
+            bits,
+            int(blob_nbytes(item.numel, item.dtype, bits, group_size, item.mask_numel)),
+            sensitivity * step_variance(bits),
+        )
         for bits in WIDTHS
     ]
     if item.exact_nbytes is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
+from gact_fx.passes.find_masks import MaskAnalysis, find_masks
 from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.symbolic import SizeBuilder, hint
-from gact_fx.passes.find_masks import MaskAnalysis, find_masks
 
 aten = torch.ops.aten
 

@@ -1,8 +1,8 @@
 """Find the decisions that backward takes from saved values, so that they can be stored exactly.
 
-Backward compares saved values (ReLU's ``x <= 0``) and recomputes short chains that end in a comparison (batch norm, then
-ReLU). From a quantized value such a decision flips, and a flipped decision is a biased gradient. A decision that follows
-from saved values alone is therefore taken in forward, and stored at one bit.
+Backward compares saved values (ReLU's ``x <= 0``) and recomputes short chains that end in a comparison (batch norm,
+then ReLU). From a quantized value such a decision flips, and a flipped decision is a biased gradient. A decision that
+follows from saved values alone is therefore taken in forward, and stored at one bit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,25 @@ aten = torch.ops.aten
 # Float-valued, but with steps in them; the backward formulas compare their saved argument.
 _DISCONTINUOUS = frozenset(
     {
-        aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.heaviside, aten.fmod, aten.remainder,
-        aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
-        aten.hardsigmoid_backward, aten.hardshrink_backward, aten.softshrink_backward, aten.rrelu_with_noise_backward,
-        aten._prelu_kernel_backward, aten.threshold,
+        aten.sign,
+        aten.sgn,
+        aten.floor,
+        aten.ceil,
+        aten.round,
+        aten.trunc,
+        aten.heaviside,
+        aten.fmod,
+        aten.remainder,
+        aten.threshold_backward,
+        aten.hardtanh_backward,
+        aten.leaky_relu_backward,
+        aten.hardswish_backward,
+        aten.hardsigmoid_backward,
+        aten.hardshrink_backward,
+        aten.softshrink_backward,
+        aten.rrelu_with_noise_backward,
+        aten._prelu_kernel_backward,
+        aten.threshold,
     }
 )
 
@@ -80,9 +95,7 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
         return {}, refused
     # Of a chain of boolean operations only the last results need storing.
     boolean = set(decisions)
-    hosts = {
-        node.name: min(sources[node]) for node in decisions if any(user not in boolean for user in node.users)
-    }
+    hosts = {node.name: min(sources[node]) for node in decisions if any(user not in boolean for user in node.users)}
     return hosts, {}
 
 

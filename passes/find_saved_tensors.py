@@ -55,7 +55,8 @@ def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owne
 
 
 def _storage_key(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    key: int = value.untyped_storage()._cdata
+    return key
 
 
 def _producer(node: fx.Node) -> fx.Node:
@@ -82,5 +83,3 @@ def _module_path(node: fx.Node) -> str:
     for noise in ("L['self'].", "L['self']", "_modules['", "']", "getattr(", "self."):
         path = path.replace(noise, "")
     return path
-
-

@@ -108,7 +108,7 @@ class _Editor:
         if node in self._sources:
             return self._sources[node]
         inputs = {i: self._derive(i) for i in node.all_input_nodes}
-        twin = self._forward.get(node.name)
+        twin: fx.Node | None = self._forward.get(node.name)
         # The partitioner leaves a recomputed node its name in both graphs.
         if twin is not None and twin.target is node.target and twin.all_input_nodes == list(inputs.values()):
             return twin
@@ -125,7 +125,7 @@ class _Editor:
         return self._add_forward(aten.permute.default, (node, list(order)), f"{node.name}_dense")
 
     def _as_bytes(self, mask: fx.Node, order: Sequence[int]) -> fx.Node:
-        """A boolean node as bytes, computed in memory order: Inductor would lay it out by itself, and then transpose it.
+        """A boolean node as bytes, computed in memory order: Inductor would choose another, and then transpose.
 
         Bytes, by way of floats, because Inductor's C++ stores booleans element by element: writing 2 million of them
         took 8.7 ms, as bytes 0.1 ms (torch 2.13, AVX-512, 2 cores).
@@ -160,7 +160,12 @@ class _Editor:
         with graph.inserting_before(min(users)):
             dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, bits, order)
             views = [
-                _call(graph, aten.as_strided.default, (dense, list(view.shape), list(view.stride()), 0), f"{alias.name}_view")
+                _call(
+                    graph,
+                    aten.as_strided.default,
+                    (dense, list(view.shape), list(view.stride()), 0),
+                    f"{alias.name}_view",
+                )
                 for alias, view in aliases
             ]
         _replace(value.placeholder, values, {dense, values})
@@ -182,7 +187,9 @@ class _Editor:
         for mask, exact in zip(masks, loaded, strict=True):
             _replace(mask, exact, {exact})
 
-    def _load_several(self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]) -> list[fx.Node]:
+    def _load_several(
+        self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]
+    ) -> list[fx.Node]:
         graph = self._pair.backward.graph
         ends = list(accumulate(math.prod(shape) for shape in shapes))
         flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_BITS, [0])
@@ -220,14 +227,15 @@ def _replace(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
 
 def _latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
     """The last of ``nodes``, but never a placeholder that others follow."""
-    return max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
+    last: fx.Node = max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
+    return last
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
     """A call node with its fake value."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     fakes = fx.map_arg(args, lambda n: n.meta["val"])
-    first = next(leaf.meta["val"] for leaf in node.all_input_nodes if isinstance(leaf.meta["val"], torch.Tensor))
+    first: Any = next(leaf.meta["val"] for leaf in node.all_input_nodes if isinstance(leaf.meta["val"], torch.Tensor))
     with first.fake_mode:
         node.meta["val"] = target(*fakes, **kwargs)
     return node

@@ -1,8 +1,8 @@
 """Measure how much each saved tensor's rounding error moves the gradient (GACT, Algorithm 1).
 
-The gradient is computed with every eligible tensor quantized; then, tensor by tensor, again with only that tensor's seed
-changed. Half the squared distance of the two gradients estimates the variance that the tensor contributes at this width,
-and dividing by ``S(b) = 1 / (2^b - 1)^2`` gives its sensitivity c_l.
+The gradient is computed with every eligible tensor quantized; then, tensor by tensor, again with only that tensor's
+seed changed. Half the squared distance of the two gradients estimates the variance that the tensor contributes at this
+width, and dividing by ``S(b) = 1 / (2^b - 1)^2`` gives its sensitivity c_l.
 
 The gradient is that of the whole model: what a graph changes in the gradients of its inputs is carried through the
 earlier graphs, whose backward passes are linear in their tangents. Only backward is run again, and of the tensor's own
@@ -26,7 +26,8 @@ PROBE_BITS = 4
 
 def step_variance(bits: int) -> float:
     """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4)."""
-    return 1.0 / (2**bits - 1) ** 2
+    levels: int = 2**bits - 1
+    return 1.0 / levels**2
 
 
 def measure_sensitivity(

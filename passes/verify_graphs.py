@@ -32,11 +32,16 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
     output = pair.forward.graph.output_node()
     for key in ("desc", "output_stack_traces"):
         entries = output.meta.get(key)
-        _require(entries is None or len(entries) == len(pair.forward_outputs), f"forward's output has stale meta {key!r}")
+        _require(
+            entries is None or len(entries) == len(pair.forward_outputs), f"forward's output has stale meta {key!r}"
+        )
     values = pair.saved_values()
     _require(tuple(v.name for v in values) == saved, "the saved tensors changed their number or order")
     for value in values:
-        _require(_same(value.source, value.placeholder), f"{value.name} leaves forward as one thing and enters backward as another")
+        _require(
+            _same(value.source, value.placeholder),
+            f"{value.name} leaves forward as one thing and enters backward as another",
+        )
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
         blob = node.args[0]
         _require(isinstance(blob, fx.Node) and blob.op == "placeholder", f"{node.name} does not read a saved blob")
@@ -51,4 +56,6 @@ def _same(source: fx.Node, placeholder: fx.Node) -> bool:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise GraphVerificationError(f"gact_fx: {message}; please report this, and train with budget_bits=None meanwhile")
+        raise GraphVerificationError(
+            f"gact_fx: {message}; please report this, and train with budget_bits=None meanwhile"
+        )

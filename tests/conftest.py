@@ -34,7 +34,9 @@ def fresh_compiler() -> Iterator[None]:
 def trace() -> Trace:
     """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it."""
 
-    def run(model: Callable[..., Any], *inputs: torch.Tensor, upstream: bool = False, inner: str = "eager") -> GraphPair:
+    def run(
+        model: Callable[..., Any], *inputs: torch.Tensor, upstream: bool = False, inner: str = "eager"
+    ) -> GraphPair:
         found: list[GraphPair] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:

@@ -32,7 +32,9 @@ def test_a_tensor_that_is_only_compared_is_one_bit(trace: Trace) -> None:
 
 def test_a_recomputed_chain_that_ends_in_a_comparison_is_a_mask(trace: Trace) -> None:
     conv, bn = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-    pair = trace(lambda x: nn.functional.max_pool2d(bn(conv(x)).relu(), 2).sum(), torch.randn(4, 3, 10, 10), inner="inductor")
+    pair = trace(
+        lambda x: nn.functional.max_pool2d(bn(conv(x)).relu(), 2).sum(), torch.randn(4, 3, 10, 10), inner="inductor"
+    )
     analysis = analyze(pair)
     hosts = [t.op for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if d.masks]
     assert hosts == ["aten.convolution"]

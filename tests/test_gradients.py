@@ -1,5 +1,6 @@
 """The promises about gradients, against eager autograd."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = (32, 128, 128, 64)
-        self.weights = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in zip(sizes, sizes[1:], strict=False))
+        self.weights = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in itertools.pairwise(sizes))
         # Positive: a sum that cancels would measure the codes' noise against nearly nothing.
         self.register_buffer("direction", torch.rand(64, 64))
 
@@ -61,7 +62,9 @@ def test_gradients_with_dropout_given_the_same_mask(inner: str) -> None:
 
 def reseeded(plan: Plan, seed: int) -> Plan:
     graphs = [
-        replace(graph, tensors=tuple(replace(t, seed=t.seed ^ (seed * 0x9E3779B97F4A7C15 % 2**62)) for t in graph.tensors))
+        replace(
+            graph, tensors=tuple(replace(t, seed=t.seed ^ (seed * 0x9E3779B97F4A7C15 % 2**62)) for t in graph.tensors)
+        )
         for graph in plan.graphs
     ]
     return replace(plan, graphs=tuple(graphs))
@@ -100,7 +103,9 @@ def test_relu_masks_are_exact_at_one_bit_per_element(inner: str) -> None:
     reference = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
     reference.load_state_dict(model.state_dict())
     x = torch.randn(8, 3, 12, 12)
-    gact_fx.compile(model, inner=inner, budget_bits=2, adaptive=False, sample_batches=[x], loss_fn=lambda m, b: m(b).sum())
+    gact_fx.compile(
+        model, inner=inner, budget_bits=2, adaptive=False, sample_batches=[x], loss_fn=lambda m, b: m(b).sum()
+    )
     model(x).sum().backward(), reference(x).sum().backward()
     # A bias gradient of the last layer is a count of active units: nothing but the mask.
     torch.testing.assert_close(model[3].bias.grad, reference[3].bias.grad, rtol=1e-5, atol=1e-4)

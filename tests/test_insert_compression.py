@@ -25,7 +25,9 @@ def run(pair: GraphPair, inputs: list[Any]) -> list[Any]:
     return list(fx.Interpreter(pair.backward).run(*saved, *tangents))
 
 
-def rewritten(trace: Trace, function: Any, *inputs: torch.Tensor, bits: int | None = 8) -> tuple[GraphPair, GraphAnalysis]:
+def rewritten(
+    trace: Trace, function: Any, *inputs: torch.Tensor, bits: int | None = 8
+) -> tuple[GraphPair, GraphAnalysis]:
     pair = trace(function, *inputs)
     analysis = analyze(pair)
     insert_compression(pair, analysis, uniform(analysis, bits), group_size=256)

@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine with Python 3.10-3.12 and a C++ compiler: make demo, make test.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test check bench install clean
+demo: $(STAMP)
+	$(BIN)/python examples/train_digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp
+	rm -rf build/types && $(BIN)/python setup.py -q build_py --build-lib build/types
+	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy -p gact_fx
+	MYPYPATH=build/types $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=build/types:benchmarks $(BIN)/mypy examples/*.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/gradients.py --inner inductor
+	$(BIN)/python benchmarks/gradients.py --inner eager
+	$(BIN)/python benchmarks/step.py
+
+install: $(STAMP)
+# The extension is built against the torch that is installed, hence no build isolation.
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
+	$(BIN)/pip install "setuptools>=77" wheel ninja
+	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check]"
+	touch $(STAMP)
+
+clean:
+	rm -rf build $(VENV) *.egg-info gact_fx/*.so
