@@ -58,7 +58,8 @@ at::Tensor compress_cpu(const at::Tensor& x, int64_t bits, int64_t group_size, i
     return blob;
   }
   TORCH_CHECK_VALUE(is_source(x.scalar_type()),
-                    "gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ", x.scalar_type());
+                    "gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ",
+                    x.scalar_type());
   check_codes("compress", bits, group_size);
   int64_t mask_bytes = 0;
   if (mask) {
@@ -85,14 +86,14 @@ at::Tensor decompress_cpu(const at::Tensor& blob, at::IntArrayRef size, at::Scal
   TORCH_CHECK_VALUE(blob.scalar_type() == at::kByte && blob.dim() == 1,
                     "gact_fx.decompress: blob must be a 1-D uint8 tensor, got ", blob.dim(), "-D ", blob.scalar_type());
   TORCH_CHECK_VALUE(is_mask(dtype) || is_source(dtype),
-                    "gact_fx.decompress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ", dtype);
+                    "gact_fx.decompress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got ",
+                    dtype);
   if (!is_mask(dtype)) check_codes("decompress", bits, group_size);
   for (const int64_t extent : size) {
     TORCH_CHECK_VALUE(extent >= 0, "gact_fx.decompress: size must not be negative, got ", size);
   }
   const int64_t numel = c10::multiply_integers(size);
-  const int64_t nbytes =
-      is_mask(dtype) ? mask_nbytes(numel) : lay_out(dtype, numel, bits, group_size, nullptr).nbytes;
+  const int64_t nbytes = is_mask(dtype) ? mask_nbytes(numel) : lay_out(dtype, numel, bits, group_size, nullptr).nbytes;
   TORCH_CHECK_VALUE(blob.numel() >= nbytes, "gact_fx.decompress: blob must have at least ", nbytes, " bytes for size ",
                     size, ", got ", blob.numel());
   const at::Tensor bytes = blob.contiguous();
