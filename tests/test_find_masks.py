@@ -37,7 +37,8 @@ def test_a_recomputed_chain_that_ends_in_a_comparison_is_a_mask(trace: Trace) ->
     )
     analysis = analyze(pair)
     hosts = [t.op for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if d.masks]
-    assert hosts == ["aten.convolution"]
+    # torch 2.11 saves the ReLU's output for its maximum pool, later versions recompute it from the convolution's.
+    assert hosts in (["aten.convolution"], ["aten.relu"])
 
 
 def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
