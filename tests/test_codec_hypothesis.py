@@ -213,6 +213,12 @@ def test_masks_are_exact(shape: tuple[int, ...], layout: str, with_values: bool,
     blob = ops.compress(torch.randn(77), 3, 32, 0, mask) if with_values else ops.compress(mask, 1)
     assert torch.equal(ops.decompress(blob, shape, torch.bool, 1), mask)
     assert torch.equal(reference.decompress(blob, shape, torch.bool, 1, 256), mask)
+    # As bytes, of which any nonzero one is true, the same blob.
+    numbers = mask.to(torch.uint8) * 3
+    for module in (ops, reference):
+        assert torch.equal(module.compress(numbers, 1, 256, 0, None), ops.compress(mask, 1))
+    for module in (ops, reference):
+        assert torch.equal(module.decompress(blob, shape, torch.uint8, 1, 256), mask.to(torch.uint8))
 
 
 @pytest.mark.parametrize(
