@@ -13,8 +13,9 @@ Resume = Callable[[Any], list[Any]]
 class Replay:
     """A backward graph and its inputs in one step.
 
-    ``given`` always maps names of nodes to values that are used instead of computing them; ``inputs`` has the recorded
-    values of the placeholders. Values are dropped after their last use.
+    ``given`` always maps names of nodes to what is used instead of computing them: values, or functions that make one
+    when it is first read. ``inputs`` has the recorded values of the placeholders. Values are dropped after their last
+    use.
     """
 
     def __init__(self, module: fx.GraphModule, arguments: Sequence[Any]) -> None:
@@ -38,7 +39,7 @@ class Replay:
         env: dict[fx.Node, Any] = {}
         for node in self._nodes:
             if node in needed:
-                env[node] = self._value(node, env, {})
+                self._read(node, env, {})
         return {node.name: env[node] for node in needed if node.name in names}
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
@@ -56,27 +57,35 @@ class Replay:
                         return self._resume(at, {**env, changed: value}, given)
 
                     yield slot.name, resume
-            if node.op != "output":
-                self._step(node, env, given)
+            self._step(node, env, given)
 
     def _resume(self, index: int, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> list[Any]:
         for node in self._nodes[index:-1]:
             self._step(node, env, given)
-        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: env[i]))
+        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: self._read(i, env, given)))
 
     def _step(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> None:
+        if node.op in ("placeholder", "output"):
+            return
         env[node] = self._value(node, env, given)
         for dead in self._dies.get(node, ()):
             env.pop(dead, None)
 
-    def _value(self, node: fx.Node, env: Mapping[fx.Node, Any], given: Mapping[str, Any]) -> Any:
+    def _read(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> Any:
+        # Inputs are fetched when they are first read, so that decompressed ones live no longer than they must.
+        if node not in env:
+            env[node] = self._value(node, env, given)
+        return env[node]
+
+    def _value(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> Any:
         if node.name in given:
-            return given[node.name]
+            value = given[node.name]
+            return value() if callable(value) else value
         if node.op == "placeholder":
             return self.inputs[node.name]
 
         def load(source: fx.Node) -> Any:
-            return env[source]
+            return self._read(source, env, given)
 
         args, kwargs = fx.map_arg(node.args, load), fx.map_arg(node.kwargs, load)
         return getattr(self._interpreter, node.op)(node.target, args, kwargs)

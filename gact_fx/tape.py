@@ -11,6 +11,9 @@ import torch
 from gact_fx.aot import GraphPair
 from gact_fx.records import GraphAnalysis
 
+# Forward passes of one graph that may wait for their backward passes.
+MAX_WAITING = 8
+
 
 @dataclass(frozen=True)
 class Step:
@@ -27,7 +30,7 @@ class Step:
     flows: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One forward call; the tensors are held so that no other tensor can take their addresses."""
 
@@ -45,6 +48,10 @@ class Tape:
 
     def record_forward(self, graph: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""
+        waiting = [call for call in self._calls if call.graph == graph and call.step is None]
+        if len(waiting) >= MAX_WAITING:
+            # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
+            self._calls.remove(waiting[0])
         self._calls.append(_Call(graph, list(inputs), list(outputs)))
 
     def record_backward(self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> None:

@@ -149,7 +149,7 @@ def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: 
     first: dict[tuple[int, torch.dtype | None], str] = {}
     aliases = {}
     for tensor in saved:
-        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
+        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic and tensor.dtype in FLOATS
         if reasons[tensor.name] or not is_whole or tensor.name not in masks.values:
             continue
         key = (tensor.storage, tensor.dtype)

@@ -66,14 +66,15 @@ class _Probe:
         self._replay = Replay(step.pair.backward, step.arguments)
         self.orders = {tensor.name: how.order for tensor, how in step.analysis.quantized()}
         masks = {mask for how in step.analysis.eligibility for mask in how.masks}
-        rounded = {name: self._round(name, 0) for name in self.orders}
+        # The codes stay in memory, the values that they stand for only while backward needs them.
+        rounded = {name: self._codes(name, 0) for name in self.orders}
         self._given = {**self._replay.evaluate(masks), **rounded}
 
     def perturbed_gradients(self, draws: int) -> Iterator[tuple[str, list[list[Any]]]]:
         """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
         base = self._replay.run(self._given)
         for name, resume in self._replay.forks(self._given, list(self.orders)):
-            yield name, [_difference(resume(self._round(name, draw)), base) for draw in range(1, draws + 1)]
+            yield name, [_difference(resume(self._codes(name, draw)()), base) for draw in range(1, draws + 1)]
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
         """Backward's outputs for these tangents and zeros for all others."""
@@ -88,13 +89,14 @@ class _Probe:
         shape: torch.Size = self._replay.inputs[name].shape
         return shape
 
-    def _round(self, name: str, draw: int) -> torch.Tensor:
-        value = self._replay.inputs[name]
-        order = self.orders[name]
+    def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
+        """The tensor compressed with the seed of ``draw``; the call decompresses it."""
+        value, order = self._replay.inputs[name], self.orders[name]
         dense = value.permute(order)
+        shape, dtype = dense.shape, value.dtype
         blob = ops.compress(dense, PROBE_BITS, self._group_size, slot_seed(self._seed, f"probe {draw}", name))
-        rounded = ops.decompress(blob, dense.shape, value.dtype, PROBE_BITS, self._group_size)
-        return rounded.permute(sorted(range(dense.dim()), key=lambda d: order[d]))
+        inverse = sorted(range(len(order)), key=lambda d: order[d])
+        return lambda: ops.decompress(blob, shape, dtype, PROBE_BITS, self._group_size).permute(inverse)
 
 
 def _squared_norm(step: Step, outputs: list[Any], probes: list[_Probe]) -> float:
