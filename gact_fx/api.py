@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from gact_fx.backend import PlannedBackend, ProfilingBackend, UncompressedBackend
+from gact_fx.backend import PlannedBackend, ProfilingBackend, uncompressed
 from gact_fx.config import Config
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, profile_batches
@@ -60,7 +60,7 @@ def compile(
     session = Session(config, name, plan)
     target = _Target(model, session)
     if config.budget_bits is None:
-        target.use("inductor" if config.inner == "inductor" else UncompressedBackend(config))
+        target.use(uncompressed(config.inner))
     elif plan is not None:
         target.use(PlannedBackend(session))
     elif sample_batches is None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch._inductor
 from torch import fx
 
 from gact_fx.aot import GraphPair, partition
@@ -125,22 +124,9 @@ class PlannedBackend:
         return compile_pair(module, example_inputs, cut, inner=inner, cache_key=session.cache_key())
 
 
-class UncompressedBackend:
-    """``budget_bits=None``: what torch.compile gives, from the same inner compiler."""
-
-    def __init__(self, config: Config) -> None:
-        self._inner = config.inner
-
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        if self._inner == "inductor":
-            compiled: Any = torch._inductor.compile(module, list(example_inputs))
-            return cast(Compiled, compiled)
-
-        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-            pair = partition(joint, joint_inputs, lambda index: False, **options)
-            return pair.forward, pair.backward
-
-        return compile_pair(module, example_inputs, cut, inner=self._inner, cache_key="uncompressed")
+def uncompressed(inner: str) -> str:
+    """The backend of torch.compile that ``budget_bits=None`` stands for."""
+    return {"inductor": "inductor", "eager": "aot_eager"}[inner]
 
 
 def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
@@ -153,7 +139,8 @@ def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict
     """
     config = Config.from_options(options or {})
     if config.budget_bits is None or not torch.is_grad_enabled():
-        return UncompressedBackend(config)(module, example_inputs)
+        compiler: Any = torch._dynamo.lookup_backend(uncompressed(config.inner))
+        return cast(Compiled, compiler(module, list(example_inputs)))
     session = Session(config)
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
     sampled = ProfilingBackend(session, plan_after_step=True)(twin, example_inputs)

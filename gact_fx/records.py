@@ -50,7 +50,8 @@ class Eligibility:
 
     ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"alias"`` (the blob of ``alias_of``
     serves) or ``"keep"``. ``masks`` names the backward nodes whose exact boolean values travel in the tensor's blob.
-    ``order`` lists the dimensions from the slowest to the fastest in memory.
+    ``order`` lists the dimensions from the slowest to the fastest in memory. ``instead`` names a backward node, as
+    large as the tensor, that is stored in its place.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Eligibility:
     mask_numel: int = 0
     order: tuple[int, ...] = ()
     alias_of: str = ""
+    instead: str = ""
     # False where only the masks are read in backward, so that no value needs storing.
     values: bool = True
 

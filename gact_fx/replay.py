@@ -47,11 +47,11 @@ class Replay:
         return self._resume(0, {}, given)
 
     def forks(self, given: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Resume]]:
-        """Yield (placeholder, resume) in the order of first use; ``resume(value)`` finishes backward with a value."""
+        """Yield (name, resume) in the order of first use; ``resume(value)`` finishes backward with that value."""
         env: dict[fx.Node, Any] = {}
         for index, node in enumerate(self._nodes):
             for slot in node.all_input_nodes:
-                if slot.op == "placeholder" and slot.name in names and min(slot.users) is node:
+                if slot.name in names and min(slot.users) is node:
 
                     def resume(value: Any, at: int = index, changed: fx.Node = slot) -> list[Any]:
                         return self._resume(at, {**env, changed: value}, given)

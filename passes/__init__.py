@@ -2,7 +2,8 @@
 
 1. ``find_saved_tensors``   what forward keeps for backward, and who else holds it
 2. ``decide_eligibility``   which of it may be compressed, and how, with a reason for each refusal
-   (``find_masks``          the decisions backward takes from saved values, to be stored exactly)
+   (``find_masks``          the decisions backward takes from saved values, to be stored exactly;
+   ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain)
 3. ``measure_sensitivity``  how much each tensor's rounding error moves the gradient, on a real step
 4. ``allocate_bits``        a width for each tensor, under the budget of the whole model
 5. ``insert_compression``   compress into forward, decompress into backward; the only pass that edits graphs
@@ -16,6 +17,7 @@ from gact_fx.passes.allocate_bits import Item, allocate_bits
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.find_masks import find_masks
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
+from gact_fx.passes.find_substitutes import find_substitutes
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.measure_sensitivity import measure_sensitivity, step_variance
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
@@ -27,6 +29,7 @@ __all__ = [
     "decide_eligibility",
     "find_masks",
     "find_saved_tensors",
+    "find_substitutes",
     "insert_compression",
     "measure_sensitivity",
     "step_variance",

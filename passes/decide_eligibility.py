@@ -10,6 +10,7 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks
+from gact_fx.passes.find_substitutes import find_substitutes
 from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.symbolic import SizeBuilder, hint
 
@@ -52,10 +53,13 @@ def decide_eligibility(
         _refuse_shared(saved, reasons)
         lossy = frozenset(t.name for t in saved if not reasons[t.name] and t.dtype is not torch.bool)
         masks = find_masks(pair, lossy)
-        if not masks.refused:
+        substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts))
+        if not masks.refused and not substitutes.refused:
             break
+        reasons.update(substitutes.refused)
         reasons.update(masks.refused)
     aliases = _aliases(saved, reasons, masks)
+    nodes = {node.name: node for node in pair.backward.graph.nodes}
     reordered = channels_last - set(aliases.values())
     mask_numel = {n.name: hint(n.meta["val"].numel()) for n in pair.backward.graph.nodes if n.name in masks.hosts}
     decisions = []
@@ -71,15 +75,21 @@ def decide_eligibility(
             "boolean, stored exactly" if tensor.dtype is torch.bool else "",
             masks=own,
             mask_numel=sum(mask_numel[mask] for mask in own),
-            order=(0, 2, 3, 1) if name in reordered and len(tensor.shape) == 4 else _memory_order(tensor),
+            order=_order(tensor.stride, name in reordered),
             values=name in masks.values,
         )
+        shared = name in aliases or name in aliases.values()
+        if decision.values and not shared and (instead := substitutes.instead.get(name)):
+            node = nodes[instead]
+            order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in reordered)
+            reason = f"stored as what backward makes of it ({node.target})"
+            decision = replace(decision, instead=instead, order=order, reason=reason)
         if not decision.values:
             reason = "backward only compares it" if own else "backward reads it through other tensors only"
             decision = replace(decision, encoding=MASK, reason=reason)
         if name in aliases:
             reason = f"the same memory as {aliases[name]}"
-            decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_memory_order(tensor))
+            decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_order(tensor.stride, False))
         decisions.append(decision)
     return GraphAnalysis(saved, tuple(decisions))
 
@@ -159,5 +169,8 @@ def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: 
     return aliases
 
 
-def _memory_order(tensor: SavedTensor) -> tuple[int, ...]:
-    return tuple(sorted(range(len(tensor.shape)), key=lambda d: (-tensor.stride[d], d)))
+def _order(stride: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest."""
+    if channels_last and len(stride) == 4:
+        return (0, 2, 3, 1)
+    return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))

@@ -67,24 +67,32 @@ def find_masks(pair: GraphPair, lossy: frozenset[str]) -> MaskAnalysis:
         refused.update(more)
 
 
+def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
+    """The nodes of backward that forward could compute as well: they depend on saved values alone, and draw nothing."""
+    tangents = pair.tangents()
+    derivable: set[fx.Node] = set()
+    for node in pair.backward.graph.nodes:
+        if node.op == "placeholder":
+            given = node.name not in tangents
+        else:
+            given = node.op == "call_function" and _is_copyable(node) and derivable.issuperset(node.all_input_nodes)
+        if given:
+            derivable.add(node)
+    return frozenset(derivable)
+
+
 def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
     sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
-    derivable: set[fx.Node] = set()  # nodes that forward could compute as well
+    derivable = derivable_nodes(pair)
     decisions: list[fx.Node] = []
     refused: dict[str, str] = {}
-    tangents = pair.tangents()
     for node in pair.backward.graph.nodes:
         if node.op == "placeholder":
             sources[node] = frozenset({node.name}) & lossy
-            if node.name not in tangents:
-                derivable.add(node)
             continue
         if node.op == "output":
             continue
-        inputs = node.all_input_nodes
-        sources[node] = frozenset().union(*(sources[i] for i in inputs))
-        if node.op == "call_function" and _is_copyable(node) and all(i in derivable for i in inputs):
-            derivable.add(node)
+        sources[node] = frozenset().union(*(sources[i] for i in node.all_input_nodes))
         if not sources[node]:
             continue
         if _is_boolean(node) and node in derivable:

@@ -66,14 +66,16 @@ class _Editor:
 
     def save_codes(self, value: SavedValue, how: Eligibility, bits: int, seed: int, aliases: list[SavedValue]) -> None:
         mask = self._packed_masks(how)
-        dense = self._in_order(value.source, how.order)
+        read = self._backward[how.instead] if how.instead else value.placeholder
+        original = self._derive(read).meta["val"]
+        dense = self._in_order(self._derive(read), how.order)
         extra = () if mask is None else (mask,)
         blob = self._add_forward(compress, (dense, bits, self._group_size, seed, *extra), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
-        self._value_edits.append(lambda: self._load_values(value, how.order, bits, views))
+        self._value_edits.append(lambda: self._load_values(value, read, original, how.order, bits, views))
 
     def save_masks(self, value: SavedValue, how: Eligibility) -> None:
         mask = self._packed_masks(how) if how.masks else self._as_bytes(value.source, how.order)
@@ -81,7 +83,8 @@ class _Editor:
         self._pair.replace_saved(value, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
         if not how.masks:
-            self._value_edits.append(lambda: self._load_values(value, how.order, MASK_BITS, []))
+            slot, original = value.placeholder, value.source.meta["val"]
+            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, MASK_BITS, []))
 
     def finish(self) -> None:
         # Masks first: the comparisons they replace then no longer count as uses of the values.
@@ -149,13 +152,19 @@ class _Editor:
     # Backward
 
     def _load_values(
-        self, value: SavedValue, order: Sequence[int], bits: int, aliases: list[tuple[SavedValue, torch.Tensor]]
+        self,
+        value: SavedValue,
+        read: fx.Node,
+        original: torch.Tensor,
+        order: Sequence[int],
+        bits: int,
+        aliases: list[tuple[SavedValue, torch.Tensor]],
     ) -> None:
-        slots = [value.placeholder, *(alias.placeholder for alias, _ in aliases)]
+        """Decompress in place of ``read``: the tensor's placeholder, or the node that was stored in its place."""
+        slots = [read, *(alias.placeholder for alias, _ in aliases)]
         users = [user for slot in slots for user in slot.users if user.target is not decompress]
         if not users:
             return
-        original = value.source.meta["val"]
         graph = self._pair.backward.graph
         with graph.inserting_before(min(users)):
             dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, bits, order)
@@ -168,7 +177,7 @@ class _Editor:
                 )
                 for alias, view in aliases
             ]
-        _replace(value.placeholder, values, {dense, values})
+        _replace(read, values, {dense, values})
         for (alias, _), node in zip(aliases, views, strict=True):
             _replace(alias.placeholder, node, set())
 

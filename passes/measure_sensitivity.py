@@ -64,16 +64,21 @@ class _Probe:
         self._group_size = group_size
         self._seed = seed
         self._replay = Replay(step.pair.backward, step.arguments)
-        self.orders = {tensor.name: how.order for tensor, how in step.analysis.quantized()}
+        tensors = step.analysis.quantized()
+        self.orders = {tensor.name: how.order for tensor, how in tensors}
+        # Name of a tensor → name of the backward node whose value its codes stand for.
+        self._reads = {tensor.name: how.instead or tensor.name for tensor, how in tensors}
         masks = {mask for how in step.analysis.eligibility for mask in how.masks}
         # The codes stay in memory, the values that they stand for only while backward needs them.
-        rounded = {name: self._codes(name, 0) for name in self.orders}
+        rounded = {self._reads[name]: self._codes(name, 0) for name in self.orders}
         self._given = {**self._replay.evaluate(masks), **rounded}
 
     def perturbed_gradients(self, draws: int) -> Iterator[tuple[str, list[list[Any]]]]:
         """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
         base = self._replay.run(self._given)
-        for name, resume in self._replay.forks(self._given, list(self.orders)):
+        names = {read: name for name, read in self._reads.items()}
+        for read, resume in self._replay.forks(self._given, list(names)):
+            name = names[read]
             yield name, [_difference(resume(self._codes(name, draw)()), base) for draw in range(1, draws + 1)]
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
@@ -91,7 +96,8 @@ class _Probe:
 
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The tensor compressed with the seed of ``draw``; the call decompresses it."""
-        value, order = self._replay.inputs[name], self.orders[name]
+        read, order = self._reads[name], self.orders[name]
+        value = self._replay.evaluate({read})[read]
         dense = value.permute(order)
         shape, dtype = dense.shape, value.dtype
         blob = ops.compress(dense, PROBE_BITS, self._group_size, slot_seed(self._seed, f"probe {draw}", name))

@@ -1,0 +1,150 @@
+"""Find what to save instead of a tensor, so that backward is linear in what was rounded.
+
+Backward often reads a saved tensor through one chain of operators only: ``exp(x - max) / sum`` of attention scores,
+``gelu'(x)``, ``1 - tanh(x)^2``. Rounding x and applying the chain is biased where the chain bends, and without bound
+where it is an exponential or a quotient. The end of the chain is as large as x and can be computed in forward: rounding
+*it* leaves a gradient that is linear in the rounded values, hence unbiased.
+
+Where no such end exists and the chain is unbounded, the tensor is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+from gact_fx.passes.find_masks import derivable_nodes
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
+     aten.alias, aten.detach, aten.clone}
+)  # fmt: skip
+# Operator → the arguments through which a small error may become an unbounded one.
+_UNBOUNDED: dict[object, tuple[int, ...]] = {
+    aten.exp: (0,), aten.exp2: (0,), aten.expm1: (0,), aten.sinh: (0,), aten.cosh: (0,), aten.tan: (0,),
+    aten.log: (0,), aten.log2: (0,), aten.log10: (0,), aten.reciprocal: (0,), aten.rsqrt: (0,), aten.div: (1,),
+    aten._log_softmax_backward_data: (1,),
+    # query and key: their product is exponentiated against an exact logsumexp.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2),
+    aten._scaled_dot_product_flash_attention_backward: (1, 2),
+    aten._scaled_dot_product_efficient_attention_backward: (1, 2),
+    aten._scaled_dot_product_cudnn_attention_backward: (1, 2),
+    aten._scaled_dot_product_fused_attention_overrideable_backward: (1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Substitutes:
+    """``instead``: saved tensor → the backward node to save in its place; ``refused``: saved tensor → why not."""
+
+    instead: dict[str, str]
+    refused: dict[str, str]
+
+
+def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[str]) -> Substitutes:
+    """Substitutes for the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact."""
+    derivable = derivable_nodes(pair)
+    instead: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for slot in pair.backward.graph.find_nodes(op="placeholder"):
+        if slot.name not in lossy:
+            continue
+        region = _Region(derivable, masks)
+        end = region.last_dominator(slot)
+        culprit = next(region.unbounded(end), None)
+        if culprit is not None:
+            refused[slot.name] = f"backward is unbounded in it ({culprit.target})"
+        elif end is not slot:
+            instead[slot.name] = end.name
+    return Substitutes(instead, refused)
+
+
+class _Region:
+    """The part of backward that forward could compute as well."""
+
+    def __init__(self, derivable: frozenset[fx.Node], masks: frozenset[str]) -> None:
+        self._derivable = derivable
+        self._masks = masks
+
+    def last_dominator(self, slot: fx.Node) -> fx.Node:
+        """The last node, of the same size and dtype, through which everything passes that backward reads of ``slot``.
+
+        ``slot`` itself where there is none, or none but views of it.
+        """
+        reached = self._closure(slot, lambda node: False)
+        value = slot.meta["val"]
+        for node in sorted(reached, reverse=True):
+            found = node.meta.get("val")
+            if node is slot or not isinstance(found, torch.Tensor):
+                continue
+            fits = found.dtype == value.dtype and found.numel() == value.numel()
+            if fits and not self._escapes(self._closure(slot, lambda other, end=node: other is end), node):
+                return slot if self._is_view(node, slot) else node
+        return slot
+
+    def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
+        """Operators that a small error in ``start`` may make unbounded."""
+        for node in self._closure(start, lambda node: False):
+            for user in self._users(node):
+                packet = getattr(user.target, "overloadpacket", None)
+                for position in _UNBOUNDED.get(packet, ()):
+                    if len(user.args) > position and user.args[position] is node and not _is_nonpositive(node):
+                        yield user
+                if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
+                    yield user
+
+    def _closure(self, start: fx.Node, stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        """``start`` and the nodes of the region that depend on it, not looking behind those where ``stop`` holds."""
+        seen, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            if stop(node):
+                continue
+            new = [user for user in self._users(node) if user in self._derivable and user not in seen]
+            seen.update(new)
+            stack.extend(new)
+        return seen
+
+    def _escapes(self, nodes: set[fx.Node], end: fx.Node) -> bool:
+        """Whether any of ``nodes`` but ``end`` is read outside the region."""
+        return any(user not in self._derivable for node in nodes if node is not end for user in self._users(node))
+
+    def _users(self, node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if user.name not in self._masks]
+
+    def _is_view(self, node: fx.Node, slot: fx.Node) -> bool:
+        while node is not slot:
+            if getattr(node.target, "overloadpacket", None) not in _VIEWS:
+                return False
+            node = node.all_input_nodes[0]
+        return True
+
+
+def _is_nonpositive(node: fx.Node) -> bool:
+    """Whether ``node`` is minus a square by construction, as in ``exp(-x^2 / 2)``: its exponential is bounded."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.neg:
+        return _is_square(node.args[0])
+    if packet is aten.mul:
+        pairs = (node.args[:2], node.args[1::-1])
+        return any(_is_square(a) and _negative(b) for a, b in pairs)
+    return False
+
+
+def _is_square(node: object) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.pow:
+        return isinstance(node.args[1], int) and node.args[1] % 2 == 0
+    return packet is aten.square or (packet is aten.mul and node.args[0] is node.args[1])
+
+
+def _negative(value: object) -> bool:
+    return isinstance(value, (int, float)) and value < 0
