@@ -64,12 +64,11 @@ def _compile_eager(
     from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd
 
-    # These compare or exponentiate a saved argument inside one operator, or take it for its shape alone; as separate
-    # operators the passes see what they do.
+    # These compare or exponentiate a saved argument inside one operator; as separate operators the passes see it.
     opaque = [
         aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
         aten.hardsigmoid_backward, aten._prelu_kernel_backward, aten.elu_backward,
-        aten._log_softmax_backward_data, aten.nll_loss_backward, aten.nll_loss2d_backward,
+        aten._log_softmax_backward_data,
     ]  # fmt: skip
     backend = aot_autograd(
         fw_compiler=lambda graph, _: interpret(graph, False),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from gact_fx.aot import GraphPair
 
+compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 
 
@@ -42,9 +42,14 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _same(value.source, value.placeholder),
             f"{value.name} leaves forward as one thing and enters backward as another",
         )
+    for value in values:
+        if value.source.target is compress:
+            readers = {user.name for user in value.placeholder.users if user.target is not decompress}
+            _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
         blob = node.args[0]
-        _require(isinstance(blob, fx.Node) and blob.op == "placeholder", f"{node.name} does not read a saved blob")
+        is_blob = any(value.placeholder is blob and value.source.target is compress for value in values)
+        _require(is_blob, f"{node.name} does not read a saved blob")
 
 
 def _same(source: fx.Node, placeholder: fx.Node) -> bool:

@@ -125,7 +125,7 @@ def test_several_masks_in_one_blob(trace: Trace) -> None:
     assert relative_error([found[tuple(g.shape)] for g in exact], exact) < 0.02
 
 
-@pytest.mark.parametrize("damage", ["target", "order", "count", "dtype"])
+@pytest.mark.parametrize("damage", ["target", "order", "count", "dtype", "reader"])
 def test_verification_notices(trace: Trace, damage: str) -> None:
     pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
     names = tuple(t.name for t in analysis.saved)
@@ -137,6 +137,10 @@ def test_verification_notices(trace: Trace, damage: str) -> None:
     elif damage == "count":
         output = pair.forward.graph.output_node()
         output.meta["desc"] = [*output.meta["desc"], None]
+    elif damage == "reader":
+        (first, *_) = pair.backward.graph.find_nodes(op="call_function", target=decompress)
+        user = next(iter(first.users))
+        user.replace_input_with(first, first.args[0])
     else:
         value = next(v for v, d in zip(pair.saved_values(), analysis.eligibility, strict=True) if d.is_compressed)
         value.placeholder.meta["val"] = value.placeholder.meta["val"].float()
