@@ -12,6 +12,7 @@ from torch import fx
 
 from gact_fx.codec_layout import blob_nbytes
 from gact_fx.driver import Stage
+from gact_fx.plan import Plan
 from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
 
 if TYPE_CHECKING:
@@ -56,10 +57,13 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What was rewritten. ``note`` says what state the model is in."""
+    """What was rewritten. ``plan`` is what it was rewritten by (None before there is one), to be saved and passed to
+    ``gact_fx.compile(plan=...)``; ``note`` says what state the model is in.
+    """
 
     rows: tuple[Row, ...]
     graphs: tuple[GraphReport, ...]
+    plan: Plan | None
     note: str
 
     @property
@@ -98,7 +102,7 @@ class Report:
         """The report on everything that the session has compiled so far."""
         rows = tuple(row for i, record in enumerate(session.records) for row in _rows(i, record, session))
         graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in session.records)
-        return cls(rows, graphs, _note(session))
+        return cls(rows, graphs, session.plan, _note(session))
 
 
 def _note(session: Session) -> str:

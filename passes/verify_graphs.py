@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from gact_fx.aot import GraphPair
 

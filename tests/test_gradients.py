@@ -77,7 +77,8 @@ def test_the_mean_gradient_over_seeds_is_the_exact_one() -> None:
     model(*batch).backward()
     exact = gradients(model)
     gact_fx.compile(model, inner="eager", sample_batches=[batch])
-    plan = model._gact_fx_session.plan
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None
     draws = []
     for seed in range(1, seeds + 1):
         model.load_state_dict(state)

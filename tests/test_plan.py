@@ -17,8 +17,8 @@ def compiled(model: nn.Module, **options: object) -> nn.Module:
 
 
 def session_plan(model: nn.Module) -> Plan:
-    plan = model._gact_fx_session.plan
-    assert isinstance(plan, Plan)
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None
     return plan
 
 
