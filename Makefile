@@ -17,9 +17,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp
 	rm -rf build/types && $(BIN)/python setup.py -q build_py --build-lib build/types
-	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy -p gact_fx
-	MYPYPATH=build/types $(BIN)/mypy benchmarks/*.py
-	MYPYPATH=build/types:benchmarks $(BIN)/mypy examples/*.py
+	MYPYPATH=build/types $(BIN)/mypy -p gact_fx
+	MYPYPATH=build/types:examples $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/memory.py

@@ -3,9 +3,10 @@
 A ``transformers`` BERT (random weights, dropout on, nothing is downloaded) learns a text file once in plain
 ``torch.compile`` and once in ``gact_fx.compile``, from the same weights and on the same batches. The model returns its
 own loss and the batches are its keyword arguments, so ``gact_fx.compile`` needs no ``loss_fn``. The table says what
-compression did to the validation loss, to the bytes held between forward and backward and to the time of a step.
+compression did to the validation loss, to the bytes held between forward and backward and to the time of a step; the
+figure shows the loss curves and the bits that were chosen for every tensor.
 
-    python examples/finetune_transformer.py                              # about two minutes on two cores
+    python examples/finetune_transformer.py                              # two minutes on two cores; writes bert.png
     python examples/finetune_transformer.py --text book.txt --steps 1000 --length 256
     python examples/finetune_transformer.py --inner eager                # needs no C++ compiler
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,11 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from comparison import RunResult, draw, held_bytes, run_name, table
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 import gact_fx
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from activation_bytes import activation_bytes  # type: ignore[import-not-found, unused-ignore]
 
 MASK = 256  # the one token beyond the 256 bytes
 MASKED_SHARE = 0.15
@@ -49,18 +47,6 @@ class Options:
     batch_size: int = 16
     length: int = 64
     inner: str = "inductor"
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One training run. ``losses`` and ``step_seconds`` go by step; ``report`` is None where uncompressed."""
-
-    run: str
-    validation_loss: float
-    held_bytes: int
-    losses: list[float]
-    step_seconds: list[float]
-    report: gact_fx.Report | None
 
 
 def read_text(path: str | None) -> bytes:
@@ -140,7 +126,7 @@ def run(text: bytes, compressed: bool, options: Options) -> RunResult:
         start = time.perf_counter()
         loss = model(**batch).loss
         if not losses:  # what autograd holds now, before backward frees it
-            held = int(activation_bytes(loss, exclude=[*model.parameters(), *model.buffers(), *batch.values()]))
+            held = held_bytes(loss, model, [*batch.values()])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -150,30 +136,18 @@ def run(text: bytes, compressed: bool, options: Options) -> RunResult:
         seconds.append(time.perf_counter() - start)
 
     report = gact_fx.inspect(model) if compressed else None
-    name = f"gact_fx, {options.budget_bits:g} bits" if compressed else "torch.compile"
-    return RunResult(name, validate(model, validation_rows, options.batch_size), held, losses, seconds, report)
+    validation = validate(model, validation_rows, options.batch_size)
+    name = run_name(compressed, options.budget_bits)
+    return RunResult("BERT", name, validation, f"{validation:.3f}", held, losses, seconds, report)
 
 
 def validate(model: BertForMaskedLM, rows: Tensor, batch_size: int) -> float:
     """Mean loss in eval mode on masked batches that are the same at every call."""
-    model.eval()  # type: ignore[no-untyped-call]
+    model.train(False)
     generator = torch.Generator().manual_seed(0)
     batches = [draw_batch(rows, batch_size, generator) for _ in range(VALIDATION_BATCHES)]
     with torch.no_grad():
         return statistics.fmean(model(**batch).loss.item() for batch in batches)
-
-
-def table(results: list[RunResult]) -> str:
-    """One line a run; the ratio is to the bytes of the first."""
-    lines = [("run", "validation loss", "bytes held for backward", "ratio", "median step time")]
-    for result in results:
-        held = f"{result.held_bytes / 1e6:.2f} MB"
-        ratio = f"{results[0].held_bytes / result.held_bytes:.1f}x"
-        step = f"{1e3 * statistics.median(result.step_seconds):.1f} ms"
-        lines.append((result.run, f"{result.validation_loss:.3f}", held, ratio, step))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return "\n".join("  ".join(cells) for cells in padded)
 
 
 def main() -> None:
@@ -184,9 +158,10 @@ def main() -> None:
     for name, kind in (("steps", int), ("seed", int), ("budget_bits", float), ("batch_size", int), ("length", int)):
         value = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"default {value}")
+    parser.add_argument("--output", default="bert.png", help="where the figure goes, default bert.png")
     parser.add_argument("--inner", choices=["inductor", "eager"], default=defaults.inner, help="compiler of the graphs")
     arguments = vars(parser.parse_args())
-    path = arguments.pop("text")
+    path, output = arguments.pop("text"), arguments.pop("output")
     options = Options(**arguments)
     for name in ("steps", "batch_size", "length"):
         if getattr(options, name) < 1:
@@ -198,7 +173,10 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"cannot read --text {path}: {error.strerror}" if isinstance(error, OSError) else str(error))
     print(f"{len(text)} bytes of text, {options.steps} steps of {options.batch_size} rows of {options.length} bytes")
-    print(table([run(text, compressed, options) for compressed in (False, True)]))
+    results = [run(text, compressed, options) for compressed in (False, True)]
+    print(table(results, "validation loss"))
+    draw(results, "validation loss", output)
+    print(f"loss curves and bits: {output}")
 
 
 if __name__ == "__main__":
