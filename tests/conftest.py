@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+for folder in ("benchmarks", "examples"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from gact_fx.aot import GraphPair, partition
 from gact_fx.config import Config

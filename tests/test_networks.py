@@ -4,9 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the networks come from transformers")
-
-import gradients as gradient_benchmark
-import memory as memory_benchmark
+gradient_benchmark = pytest.importorskip("gradients")
+memory_benchmark = pytest.importorskip("memory")
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("bert", 8), ("gpt2", 9), ("resnet50", 7)])
