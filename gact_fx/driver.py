@@ -12,6 +12,7 @@ from gact_fx.config import Config
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.verify_graphs import verify_graphs
 from gact_fx.plan import GraphPlan
 from gact_fx.records import GraphAnalysis
@@ -38,7 +39,8 @@ class Driver:
     stages: list[Stage] = field(default_factory=list)
 
     def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
-        """Passes 1 and 2: what is saved, and how it may be stored."""
+        """Passes 1 to 3: what is saved, and how it may be stored."""
+        self._run("recompute_attention", lambda: recompute_attention(self.pair), edits=True)
         saved = self._run("find_saved_tensors", lambda: find_saved_tensors(self.pair))
         return self._run(
             "decide_eligibility",
@@ -48,7 +50,7 @@ class Driver:
         )
 
     def rewrite(self, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
-        """Passes 5 and 6: carry ``plan`` out on the pair, in place."""
+        """Passes 6 and 7: carry ``plan`` out on the pair, in place."""
         slots = tuple(tensor.name for tensor in analysis.saved)
         self._run(
             "insert_compression",

@@ -13,7 +13,7 @@ from torch import fx
 from gact_fx.codec_layout import blob_nbytes
 from gact_fx.driver import Stage
 from gact_fx.plan import Plan
-from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
+from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
 
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
@@ -153,7 +153,7 @@ def _bytes_after(
         return int(blob_nbytes(how.mask_numel or tensor.numel, torch.bool, 1, group_size))
     if encoding == QUANTIZE and bits is not None and tensor.dtype is not None:
         return int(blob_nbytes(tensor.numel, tensor.dtype, bits, group_size, how.mask_numel))
-    return 0 if encoding == ALIAS else before
+    return 0 if encoding in (ALIAS, DROP) else before
 
 
 _COLUMNS = ("graph", "tensor", "op", "shape", "dtype", "stored", "bits", "sensitivity", "before", "after", "reason")

@@ -11,7 +11,7 @@ from torch import fx
 from gact_fx.aot import GraphPair
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks
 from gact_fx.passes.find_substitutes import find_substitutes
-from gact_fx.records import ALIAS, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.symbolic import SizeBuilder, hint
 
 aten = torch.ops.aten
@@ -65,10 +65,14 @@ def decide_eligibility(
     decisions = []
     for tensor in saved:
         name = tensor.name
+        own = tuple(mask for mask, host in masks.hosts.items() if host == name)
+        is_unread = not nodes[name].users or not (reasons[name] or own or name in masks.values)
+        if tensor.owner == "nobody" and is_unread:
+            decisions.append(Eligibility(name, DROP, "backward does not read it"))
+            continue
         if reasons[name]:
             decisions.append(Eligibility(name, KEEP, reasons[name]))
             continue
-        own = tuple(mask for mask, host in masks.hosts.items() if host == name)
         decision = Eligibility(
             name,
             MASK if tensor.dtype is torch.bool else QUANTIZE,
@@ -85,8 +89,7 @@ def decide_eligibility(
             reason = f"stored as what backward makes of it ({node.target})"
             decision = replace(decision, instead=instead, order=order, reason=reason)
         if not decision.values:
-            reason = "backward only compares it" if own else "backward reads it through other tensors only"
-            decision = replace(decision, encoding=MASK, reason=reason)
+            decision = replace(decision, encoding=MASK, reason="backward only compares it")
         if name in aliases:
             reason = f"the same memory as {aliases[name]}"
             decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_order(tensor.stride, False))

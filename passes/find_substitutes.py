@@ -18,6 +18,7 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.passes.find_masks import derivable_nodes
+from gact_fx.passes.recompute_attention import recomputes
 
 aten = torch.ops.aten
 
@@ -94,7 +95,8 @@ class _Region:
             for user in self._users(node):
                 packet = getattr(user.target, "overloadpacket", None)
                 for position in _UNBOUNDED.get(packet, ()):
-                    if len(user.args) > position and user.args[position] is node and not _is_nonpositive(node):
+                    reads = len(user.args) > position and user.args[position] is node
+                    if reads and not _is_nonpositive(node) and not recomputes(user):
                         yield user
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user

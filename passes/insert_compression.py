@@ -17,8 +17,9 @@ from torch import fx
 
 from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.aot import GraphPair, SavedValue
+from gact_fx.graph_edit import add_call
 from gact_fx.plan import GraphPlan
-from gact_fx.records import ALIAS, MASK, QUANTIZE, Eligibility, GraphAnalysis
+from gact_fx.records import ALIAS, DROP, MASK, QUANTIZE, Eligibility, GraphAnalysis
 from gact_fx.symbolic import SizeBuilder
 
 aten = torch.ops.aten
@@ -43,7 +44,9 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
             aliases.setdefault(how.alias_of, []).append(values[how.name])
     for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True):
         value = values[how.name]
-        if how.encoding == MASK:
+        if how.encoding == DROP:
+            editor.save_nothing(value)
+        elif how.encoding == MASK:
             editor.save_masks(value, how)
         elif how.encoding == QUANTIZE and (bits := entries[tensor.key].bits) is not None:
             editor.save_codes(value, how, bits, entries[tensor.key].seed, aliases.get(how.name, []))
@@ -85,6 +88,17 @@ class _Editor:
         if not how.masks:
             slot, original = value.placeholder, value.source.meta["val"]
             self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, MASK_BITS, []))
+
+    def save_nothing(self, value: SavedValue) -> None:
+        """An empty tensor in the slot, since positions must not change."""
+        if value.source.op == "placeholder":
+            return
+        graph, val = self._pair.forward.graph, value.source.meta["val"]
+        with graph.inserting_before(graph.output_node()):
+            empty = graph.call_function(aten.full.default, ([0], 0), {"dtype": val.dtype, "device": val.device})
+        with val.fake_mode:
+            empty.meta["val"] = aten.full.default([0], 0, dtype=val.dtype, device=val.device)
+        self._pair.replace_saved(value, empty)
 
     def finish(self) -> None:
         # Masks first: the comparisons they replace then no longer count as uses of the values.
@@ -147,7 +161,7 @@ class _Editor:
         fx.map_arg(args, nodes.append)
         users = [user for node in nodes for user in node.users if user.op != "output"]
         with graph.inserting_after(_latest(self._pair.forward, nodes + users)):
-            return _call(graph, target, args, name, **kwargs)
+            return add_call(graph, target, args, name, **kwargs)
 
     # Backward
 
@@ -169,7 +183,7 @@ class _Editor:
         with graph.inserting_before(min(users)):
             dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, bits, order)
             views = [
-                _call(
+                add_call(
                     graph,
                     aten.as_strided.default,
                     (dense, list(view.shape), list(view.stride()), 0),
@@ -204,8 +218,8 @@ class _Editor:
         flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_BITS, [0])
         loaded = []
         for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
-            part = _call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
-            part = _call(graph, aten.reshape.default, (part, self._sizes.build(shape)), f"{value.name}_mask")
+            part = add_call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
+            part = add_call(graph, aten.reshape.default, (part, self._sizes.build(shape)), f"{value.name}_mask")
             loaded.append(_restored(graph, part, order))
         return loaded
 
@@ -216,10 +230,10 @@ class _Editor:
         graph = self._pair.backward.graph
         stored = torch.uint8 if dtype is torch.bool else dtype
         arguments = (value.placeholder, self._sizes.build(shape), stored, bits, self._group_size)
-        dense = _call(graph, decompress, arguments, f"{value.name}_{'mask' if dtype is torch.bool else 'values'}")
+        dense = add_call(graph, decompress, arguments, f"{value.name}_{'mask' if dtype is torch.bool else 'values'}")
         if dtype is torch.bool:
-            number = _call(graph, convert, (dense, torch.float32), f"{value.name}_number")
-            dense = _call(graph, aten.gt.Scalar, (number, 0.5), f"{value.name}_truth")
+            number = add_call(graph, convert, (dense, torch.float32), f"{value.name}_number")
+            dense = add_call(graph, aten.gt.Scalar, (number, 0.5), f"{value.name}_truth")
         return dense, _restored(graph, dense, order)
 
 
@@ -227,7 +241,7 @@ def _restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
     if list(order) == sorted(order):
         return node
     inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return _call(graph, aten.permute.default, (node, inverse), f"{node.name}_restored")
+    return add_call(graph, aten.permute.default, (node, inverse), f"{node.name}_restored")
 
 
 def _replace(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
@@ -238,13 +252,3 @@ def _latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
     """The last of ``nodes``, but never a placeholder that others follow."""
     last: fx.Node = max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
     return last
-
-
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
-    """A call node with its fake value."""
-    node = graph.create_node("call_function", target, args, kwargs, name=name)
-    fakes = fx.map_arg(args, lambda n: n.meta["val"])
-    first: Any = next(leaf.meta["val"] for leaf in node.all_input_nodes if isinstance(leaf.meta["val"], torch.Tensor))
-    with first.fake_mode:
-        node.meta["val"] = target(*fakes, **kwargs)
-    return node

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
-
-for folder in ("benchmarks", "examples"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from gact_fx.aot import GraphPair, partition
 from gact_fx.config import Config

@@ -60,19 +60,6 @@ def test_what_is_unbounded_and_read_otherwise_is_refused(trace: Trace) -> None:
     assert reason == "backward is unbounded in it (aten.exp.default)"
 
 
-def test_query_and_key_of_fused_attention_are_kept(trace: Trace) -> None:
-    w = nn.Parameter(torch.randn(32, 96))
-
-    def attention(x: torch.Tensor) -> torch.Tensor:
-        q, k, v = ((x @ w)[..., 32 * i : 32 * i + 32].clone() for i in range(3))
-        return F.scaled_dot_product_attention(q, k, v).square().sum()
-
-    analysis = analyze(trace(attention, torch.randn(4, 2, 64, 32)))
-    fused = [d for d in analysis.eligibility if "_scaled_dot_product" in d.reason]
-    assert len(fused) == 2
-    assert sum(d.encoding == "quantize" for d in analysis.eligibility) >= 2  # the values and the output
-
-
 @INNER
 @pytest.mark.parametrize("scale", [1.0, 20.0, 60.0])
 def test_sharp_attention_keeps_its_gradient_bounded(inner: str, scale: float) -> None:

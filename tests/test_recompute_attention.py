@@ -1,0 +1,48 @@
+import pytest
+import torch
+from conftest import Trace, analyze, gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.passes.recompute_attention import BACKWARD, FORWARD
+
+INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
+
+
+class Attention(nn.Module):
+    """Self-attention through PyTorch's fused operator; ``scale`` sharpens it."""
+
+    def __init__(self, scale: float, is_causal: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.scale, self.is_causal = scale, is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=self.is_causal)
+        return self.out(y.transpose(1, 2).flatten(2)).square().sum()
+
+
+def test_backward_computes_attention_again(trace: Trace) -> None:
+    pair = trace(Attention(1.0), torch.randn(4, 64, 32))
+    analysis = analyze(pair)
+    graph = pair.backward.graph
+    (node,) = graph.find_nodes(op="call_function", target=BACKWARD)
+    (again,) = graph.find_nodes(op="call_function", target=FORWARD)
+    assert {part.args for part in (node.args[4], node.args[5])} == {(again, 0), (again, 1)}
+    kinds = {t.op: d.encoding for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    assert kinds["aten._scaled_dot_product_flash_attention_for_cpu[1]"] == "drop"
+    assert not any("unbounded" in decision.reason for decision in analysis.eligibility)
+
+
+@INNER
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("scale", "bound"), [(1.0, 0.02), (30.0, 0.1)])
+def test_gradients_stay_close_however_sharp(inner: str, is_causal: bool, scale: float, bound: float) -> None:
+    model, reference, x = Attention(scale, is_causal), Attention(scale, is_causal), torch.randn(4, 64, 32)
+    gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert relative_error(gradients(model), gradients(reference)) < bound
+    assert gact_fx.inspect(model).ratio > 3
