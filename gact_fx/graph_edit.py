@@ -9,7 +9,7 @@ from torch import fx
 
 
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
-    """A call of ``target`` where ``graph`` inserts, with ``meta["val"]``; one argument at least must be a tensor node."""
+    """A call of ``target`` where ``graph`` inserts, with ``meta["val"]``; one argument must be a tensor node."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     fake_args = fx.map_arg(args, lambda n: n.meta["val"])
     fake_kwargs = fx.map_arg(kwargs, lambda n: n.meta["val"])

@@ -10,7 +10,7 @@ Where no such end exists and the chain is unbounded, the tensor is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -78,20 +78,20 @@ class _Region:
 
         ``slot`` itself where there is none, or none but views of it.
         """
-        reached = self._closure(slot, lambda node: False)
+        reached = self._closure(slot)
         value = slot.meta["val"]
         for node in sorted(reached, reverse=True):
             found = node.meta.get("val")
             if node is slot or not isinstance(found, torch.Tensor):
                 continue
             fits = found.dtype == value.dtype and found.numel() == value.numel()
-            if fits and not self._escapes(self._closure(slot, lambda other, end=node: other is end), node):
+            if fits and not self._escapes(self._closure(slot, end=node), node):
                 return slot if self._is_view(node, slot) else node
         return slot
 
     def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
         """Operators that a small error in ``start`` may make unbounded."""
-        for node in self._closure(start, lambda node: False):
+        for node in self._closure(start):
             for user in self._users(node):
                 packet = getattr(user.target, "overloadpacket", None)
                 for position in _UNBOUNDED.get(packet, ()):
@@ -101,12 +101,12 @@ class _Region:
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
 
-    def _closure(self, start: fx.Node, stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        """``start`` and the nodes of the region that depend on it, not looking behind those where ``stop`` holds."""
+    def _closure(self, start: fx.Node, end: fx.Node | None = None) -> set[fx.Node]:
+        """``start`` and the nodes of the region that depend on it, not looking behind ``end``."""
         seen, stack = {start}, [start]
         while stack:
             node = stack.pop()
-            if stop(node):
+            if node is end:
                 continue
             new = [user for user in self._users(node) if user in self._derivable and user not in seen]
             seen.update(new)
