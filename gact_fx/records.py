@@ -50,8 +50,8 @@ class Eligibility:
 
     ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"alias"`` (the blob of ``alias_of``
     serves), ``"drop"`` (backward does not read it) or ``"keep"``. ``masks`` names the backward nodes whose exact
-    boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in memory.
-    ``instead`` names a backward node, as large as the tensor, that is stored in its place.
+    boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
+    memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
     """
 
     name: str
