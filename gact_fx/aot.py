@@ -57,7 +57,8 @@ class GraphPair:
 
     def tangents_of_outputs(self) -> dict[int, str]:
         """Forward output position → the backward placeholder with its tangent, for user outputs that have one."""
-        descriptions = self.forward.graph.output_node().meta["desc"][: self.num_user_outputs]
+        # Graphs whose random operators AOTAutograd has made functional come without descriptions.
+        descriptions = (self.forward.graph.output_node().meta.get("desc") or ())[: self.num_user_outputs]
         slots = self.backward.graph.find_nodes(op="placeholder")
         of = {getattr(slot.meta.get("desc"), "output", None): slot.name for slot in slots}
         return {i: of[d] for i, d in enumerate(descriptions) if d is not None and d in of}
@@ -66,7 +67,7 @@ class GraphPair:
         """Backward output position → the forward input whose gradient it is."""
         slots = self.forward.graph.find_nodes(op="placeholder")
         of = {slot.meta.get("desc"): position for position, slot in enumerate(slots)}
-        descriptions = self.backward.graph.output_node().meta["desc"]
+        descriptions = self.backward.graph.output_node().meta.get("desc") or ()
         sources = [getattr(description, "grad_of", None) for description in descriptions]
         return {i: of[source] for i, source in enumerate(sources) if source is not None and source in of}
 

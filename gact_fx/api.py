@@ -11,7 +11,7 @@ from torch import nn
 from gact_fx.backend import PlannedBackend, ProfilingBackend, uncompressed
 from gact_fx.config import Config
 from gact_fx.plan import Plan, model_fingerprint
-from gact_fx.profile import LossFunction, default_loss, profile_batches
+from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
 from gact_fx.report import Report
 from gact_fx.session import Session
 
@@ -37,7 +37,7 @@ def compile(
     Args:
         model: module or callable to train.
         budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
-            included, in [1, 16]; ``None`` gives exactly torch.compile. Ignored where ``config`` is given.
+            included, in [1, 16]; ``None`` gives exactly torch.compile. Left at its default, it yields to ``config``.
         sample_batches: batches to choose the bits on, before training. Without them the first training step is the
             sample, and runs uncompressed.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
@@ -52,8 +52,9 @@ def compile(
     """
     if not callable(model):
         raise TypeError(f"gact_fx.compile: model must be a torch.nn.Module or a function, got {type(model).__name__}")
-    options = overrides if config is not None else {"budget_bits": budget_bits, **overrides}
-    config = Config.from_options(options, config)
+    if config is None or budget_bits != Config.budget_bits:
+        overrides = {"budget_bits": budget_bits, **overrides}
+    config = Config.from_options(overrides, config)
     name = _fingerprint(model)
     if plan is not None:
         _check_plan(plan, config, name)
@@ -70,7 +71,9 @@ def compile(
         profiler = ProfilingBackend(session, plan_after_step=False)
         target.use(profiler)
         try:
-            profile_batches(target.model, session, profiler.measure, sample_batches, loss_fn or default_loss)
+            loss_fn = loss_fn or default_loss
+            with unchanged(modules_of(model) + modules_of(loss_fn)):
+                profile_batches(target.model, session, profiler.measure, sample_batches, loss_fn)
         except BaseException:
             target.restore()
             raise
@@ -127,6 +130,8 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
+    # Dynamo counts recompilations per code object: with one for all models, the fifth would silently not be compiled.
+    call.__code__ = call.__code__.replace()
     return call
 
 

@@ -13,10 +13,10 @@ from torch import fx
 from gact_fx.aot import GraphPair, partition
 from gact_fx.config import Config
 from gact_fx.driver import Driver
-from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
+from gact_fx.inner import Compiled, boxed, channels_last_nodes, compile_pair, interpret_graph, redraws
 from gact_fx.passes import measure_sensitivity
 from gact_fx.records import GraphAnalysis
-from gact_fx.session import Session
+from gact_fx.session import Session, log
 from gact_fx.tape import Step, Tape
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -42,12 +42,13 @@ class ProfilingBackend:
             found.append((pair, Driver(pair, session.config).analyze()))
             return pair.forward, pair.backward
 
-        def interpret(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+        def interpret(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
             pair, analysis = found[-1]
+            run = compile() if redraws(pair.backward) else interpret_graph(graph)
             if is_backward:
                 # AOTAutograd may have pruned outputs since it was cut.
-                return self._backward(replace(pair, backward=graph), analysis, id(found))
-            return self._forward(pair, id(found))
+                return self._backward(run, replace(pair, backward=graph), analysis, id(found))
+            return self._forward(run, pair, id(found))
 
         inner = session.config.inner
         return compile_pair(module, example_inputs, cut, inner=inner, cache_key="profile", interpret=interpret)
@@ -57,8 +58,12 @@ class ProfilingBackend:
         session, config = self._session, self._session.config
         steps = self._tape.steps()
         self._tape = Tape()
+        if not all(step.is_finite for step in steps):
+            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            return
         profiles = [session.profile(step.analysis) for step in steps]
-        if not config.adaptive:
+        if not config.adaptive or any(redraws(step.pair.backward) for step in steps):
+            # Random numbers that backward draws again from seeds cannot be replayed: these graphs get equal widths.
             return
         session.announce(sum(len(step.analysis.quantized()) for step in steps))
         with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
@@ -72,25 +77,22 @@ class ProfilingBackend:
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
             profile.add(step.analysis, sensitivities)
 
-    def _forward(self, pair: GraphPair, key: int) -> Compiled:
-        run = interpret_graph(pair.forward, False)
-
+    def _forward(self, run: Compiled, pair: GraphPair, key: int) -> Compiled:
         def forward(arguments: list[Any]) -> Any:
             if self._session.plan is not None:
                 return run(arguments)
             # A graph whose outputs the loss ignored never runs backward; do not wait for it for ever.
             if self._plan_after_step and self._tape.ran_forward(key) and self._tape.has_gradients:
                 self._plan()
+                return run(arguments)
             inputs = list(arguments)
             outputs = run(arguments)
             self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
 
-        return _like(run, forward)
+        return boxed(forward)
 
-    def _backward(self, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
-        run = interpret_graph(pair.backward, True)
-
+    def _backward(self, run: Compiled, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
         def backward(arguments: list[Any]) -> Any:
             if self._session.plan is None:
                 self._tape.record_backward(key, pair, analysis, arguments)
@@ -99,11 +101,12 @@ class ProfilingBackend:
                 self._plan()
             return result
 
-        return _like(run, backward)
+        return boxed(backward)
 
     def _plan(self) -> None:
         self.measure()
-        self._session.make_plan()
+        if self._session.profiles:
+            self._session.make_plan()
 
 
 class PlannedBackend:
@@ -159,11 +162,6 @@ def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
     offset = len(list(module.parameters())) + len(list(module.buffers()))
     flags = [isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in example_inputs]
     return lambda index: 0 <= index - offset < len(flags) and flags[index - offset]
-
-
-def _like(original: Compiled, call: Compiled) -> Compiled:
-    call._boxed_call = original._boxed_call  # type: ignore[attr-defined]
-    return call
 
 
 def _cuda_devices(steps: Sequence[Step]) -> list[int]:

@@ -14,8 +14,9 @@ from torch import fx
 
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-# Instead of compiling a graph, run it through this: (graph, is_backward) -> a function of a list of inputs.
-Interpret = Callable[[fx.GraphModule, bool], Compiled]
+# Instead of compiling a graph, run it through this: (graph, is_backward, compile) -> a function of a list of inputs;
+# ``compile()`` gives what the inner compiler would.
+Interpret = Callable[[fx.GraphModule, bool, Callable[[], Compiled]], Compiled]
 
 aten = torch.ops.aten
 
@@ -40,40 +41,60 @@ def compile_pair(
     # A hit in AOTAutograd's cache never calls the partitioner.
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
-            return _compile_eager(module, example_inputs, partition, interpret or interpret_graph)
+            return _compile_eager(module, example_inputs, partition, interpret)
         return _compile_inductor(module, example_inputs, partition, cache_key, interpret)
 
 
-def interpret_graph(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+def interpret_graph(graph: fx.GraphModule) -> Compiled:
     """Run a graph operator by operator, freeing every value after its last use."""
-    return _boxed(fx.Interpreter(graph).boxed_run)
+    return boxed(fx.Interpreter(graph).boxed_run)
 
 
-def _boxed(run: Callable[[list[Any]], Any]) -> Compiled:
+def boxed(run: Callable[[list[Any]], Any]) -> Compiled:
+    """``run`` as AOTAutograd calls it: with its arguments in one list, which the callee empties."""
+
     def call(arguments: list[Any]) -> Any:
         return run(arguments)
 
-    # AOTAutograd then passes its arguments as one list, which the callee empties.
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
+def redraws(backward: fx.GraphModule) -> bool:
+    """Whether backward regenerates random numbers from saved seeds, which only Inductor's own code can.
+
+    Run operator by operator, ``inductor_random`` ignores its seed and draws new ones.
+    """
+    prims = torch.ops.prims
+    names = [getattr(node.target, "overloadpacket", None) for node in backward.graph.nodes]
+    return any(name in (prims.inductor_random, prims.inductor_randint) for name in names)
+
+
 def _compile_eager(
-    module: fx.GraphModule, example_inputs: Sequence[Any], partition: Partition, interpret: Interpret
+    module: fx.GraphModule, example_inputs: Sequence[Any], partition: Partition, interpret: Interpret | None
 ) -> Compiled:
     from torch._decomp import get_decompositions
     from torch._dynamo.backends.common import aot_autograd
 
-    # These compare or exponentiate a saved argument inside one operator; as separate operators the passes see it.
+    # These compare, divide by or bend a saved argument inside one operator; as separate operators the passes see it.
     opaque = [
         aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
         aten.hardsigmoid_backward, aten._prelu_kernel_backward, aten.elu_backward,
-        aten._log_softmax_backward_data,
+        aten._log_softmax_backward_data, aten.binary_cross_entropy_backward, aten.tanh_backward, aten.sigmoid_backward,
+        aten.gelu_backward, aten.silu_backward, aten.mish_backward, aten.softplus_backward, aten.log_sigmoid_backward,
+        aten.glu_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.hardshrink_backward,
+        aten.softshrink_backward,
     ]  # fmt: skip
+
+    def compile_one(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+        if interpret is None:
+            return interpret_graph(graph)
+        return interpret(graph, is_backward, lambda: interpret_graph(graph))
+
     backend = aot_autograd(
-        fw_compiler=lambda graph, _: interpret(graph, False),
-        bw_compiler=lambda graph, _: interpret(graph, True),
-        inference_compiler=lambda graph, _: interpret_graph(graph, False),
+        fw_compiler=lambda graph, _: compile_one(graph, False),
+        bw_compiler=lambda graph, _: compile_one(graph, True),
+        inference_compiler=lambda graph, _: interpret_graph(graph),
         partition_fn=partition,
         decompositions=get_decompositions(opaque),
     )
@@ -93,7 +114,8 @@ def _compile_inductor(
         if options.get("is_inference"):
             return compile_fx_inner(graph, inputs, **options)
         if interpret is not None:
-            return interpret(graph, bool(options.get("is_backward")))
+            is_backward = bool(options.get("is_backward"))
+            return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
         _keep_input_layouts(graph)
         return compile_fx_inner(graph, inputs, **options)
 

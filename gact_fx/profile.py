@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -43,14 +44,13 @@ def profile_batches(
 ) -> None:
     """Run forward and backward on every batch with the profiling backend in place, then make the session's plan.
 
-    ``measure`` is called after each batch's backward pass. Parameters, buffers, ``.grad`` and random number generators
-    are left as they were, also when a batch fails.
+    ``measure`` is called after each batch's backward pass. No ``.grad`` is written.
 
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
     """
     count = 0
-    with _unchanged(model), tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
+    with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
         session.announce, session.progress = _bar_callbacks(bar)
         for count, batch in enumerate(_iterate(batches), start=1):
             try:
@@ -62,12 +62,18 @@ def profile_batches(
             except Exception as error:
                 raise _rejected(count - 1, error) from error
             _check_loss(loss)
-            loss.backward()
+            # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
+            torch.autograd.grad(loss, leaves_of(loss), allow_unused=True)
             measure()
     if not count:
         raise ValueError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "
             "first training step"
+        )
+    if not session.profiles:
+        raise ValueError(
+            "gact_fx.compile: the sample batches gave no finite gradient through a compiled graph; check the loss for "
+            "NaN or infinity, and that torch.compile captures the model"
         )
     session.make_plan()
 
@@ -110,21 +116,40 @@ def _bar_callbacks(bar: Any) -> tuple[Callable[[int], None], Callable[[int], Non
     return announce, lambda count: bar.update(count)
 
 
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that ``loss.backward()`` would give a gradient."""
+    leaves, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return leaves
+
+
+def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that calling ``function`` may change: itself, or what a plain function refers to."""
+    if isinstance(function, nn.Module):
+        return [function]
+    owner = getattr(function, "__self__", None)
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    names = inspect.getclosurevars(plain) if inspect.isfunction(plain) else None
+    values = [owner, *names.nonlocals.values(), *names.globals.values()] if names else [owner]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
 @contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
-    """Restore a module's gradients and buffers, and the random number generators."""
-    module = model if isinstance(model, nn.Module) else nn.Module()
-    gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
+def unchanged(modules: list[nn.Module]) -> Iterator[None]:
+    """Restore the modules' buffers, and the random number generators."""
+    buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -17,7 +17,8 @@ class SavedTensor:
     the same model is traced anew, with other node names because its shapes have become dynamic.
     ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
     numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
-    ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), or ``"symbol"`` (not a tensor at all).
+    ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), ``"output"`` (returned to the caller), or ``"symbol"``
+    (not a tensor at all).
     """
 
     name: str
@@ -52,6 +53,7 @@ class Eligibility:
     serves), ``"drop"`` (backward does not read it) or ``"keep"``. ``masks`` names the backward nodes whose exact
     boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
     memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
+    ``min_bits`` is the least width at which its error stays in proportion.
     """
 
     name: str
@@ -62,6 +64,9 @@ class Eligibility:
     order: tuple[int, ...] = ()
     alias_of: str = ""
     instead: str = ""
+    min_bits: int = 1
+    # False where other slots rely on this one being stored: its masks travel in its blob, or they were dropped for it.
+    exact_allowed: bool = True
     # False where only the masks are read in backward, so that no value needs storing.
     values: bool = True
 

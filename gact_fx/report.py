@@ -109,7 +109,7 @@ def _note(session: Session) -> str:
     if session.config.budget_bits is None:
         return "compression is off (budget_bits=None)"
     if session.plan is None:
-        return "no plan yet: the first training step is the sample; run forward and backward once"
+        return "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph)"
     if not session.records:
         return "a plan, and no graph compiled with it yet; run a training step"
     if all(row.encoding == KEEP for i, record in enumerate(session.records) for row in _rows(i, record, session)):

@@ -99,7 +99,7 @@ class Session:
         """The plan's entry for this graph, completed where the plan does not know it."""
         key = graph_fingerprint(analysis.saved)
         found = self.plan.graph(key) if self.plan is not None else None
-        if found is None and self.plan_was_given and analysis.quantized():
+        if found is None and self.plan_was_given and analysis.quantized() and not self.records:
             known = ", ".join(g.fingerprint for g in self.plan.graphs) if self.plan else ""
             raise ValueError(
                 f"gact_fx.compile: the plan does not fit this model: it has no graph {key} (it has {known}); "
@@ -111,7 +111,12 @@ class Session:
         if found is None:
             return default
         entries = {**default.entries(), **found.entries()}
-        return GraphPlan(key, tuple(entries[t.key] for t, _ in analysis.quantized()))
+        chosen = []
+        for tensor, how in analysis.quantized():
+            entry = entries[tensor.key]
+            fits = how.exact_allowed if entry.bits is None else entry.bits >= how.min_bits
+            chosen.append(entry if fits else default.entries()[tensor.key])
+        return GraphPlan(key, tuple(chosen))
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 
@@ -126,14 +131,20 @@ def allocate(profiles: Mapping[str, GraphProfile], config: Config) -> tuple[Grap
     bits: list[int | None]
     if config.adaptive:
         items = [
-            # A tensor that carries masks must have a blob for them to travel in.
-            Item(t.numel, t.dtype, p.mean(t.key), how.mask_numel, None if how.masks else t.storage_nbytes)
+            Item(
+                t.numel,
+                t.dtype,
+                p.mean(t.key),
+                how.mask_numel,
+                exact_nbytes=t.storage_nbytes if how.exact_allowed else None,
+                min_bits=how.min_bits,
+            )
             for _, p, t, how in slots
             if t.dtype is not None
         ]
         bits = allocate_bits(items, config.budget_bits, config.group_size)
     else:
-        bits = [int(config.budget_bits)] * len(slots)
+        bits = [max(int(config.budget_bits), how.min_bits) for _, _, _, how in slots]
     plans: dict[str, list[TensorPlan]] = {key: [] for key in profiles}
     for (key, p, t, _), width in zip(slots, bits, strict=True):
         plans[key].append(TensorPlan(t.key, width, slot_seed(config.seed, key, t.key), p.mean(t.key)))

@@ -32,7 +32,6 @@ class SizeBuilder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._known: dict[sympy.Expr, fx.Node] = {}
-        self._built: dict[sympy.Expr, fx.Node] = {}
         self._graph = graph
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")

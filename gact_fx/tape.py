@@ -29,6 +29,14 @@ class Step:
     arguments: Sequence[Any]
     flows: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the tangents are free of NaN and infinity."""
+        slots = self.pair.backward.graph.find_nodes(op="placeholder")
+        tangents = self.pair.tangents()
+        values = [value for slot, value in zip(slots, self.arguments, strict=True) if slot.name in tangents]
+        return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
+
 
 @dataclass(eq=False)
 class _Call:

@@ -8,8 +8,9 @@ fits.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +35,7 @@ class Item:
     sensitivity: float | None
     mask_numel: int = 0
     exact_nbytes: int | None = None
+    min_bits: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Choice:
 def allocate_bits(items: Sequence[Item], budget_bits: float, group_size: int) -> list[int | None]:
     """A width for every item, in order; ``budget_bits`` is the average per element, metadata and masks included.
 
-    Where even one bit for every tensor is over the budget, one bit is what every tensor gets.
+    Where even the least width for every tensor is over the budget, that is what every tensor gets.
     """
     menus = [_convex_menu(_choices(item, sensitivity, group_size)) for item, sensitivity in _with_sensitivities(items)]
     chosen = [0] * len(items)
@@ -69,6 +71,7 @@ def allocate_bits(items: Sequence[Item], budget_bits: float, group_size: int) ->
 
 
 def _with_sensitivities(items: Sequence[Item]) -> list[tuple[Item, float]]:
+    items = [item if _is_finite(item.sensitivity) else replace(item, sensitivity=None) for item in items]
     known = [item.sensitivity / item.numel for item in items if item.sensitivity is not None]
     mean = sum(known) / len(known) if known and sum(known) > 0 else 1.0
     # What moves little when it is measured, most of all at initialisation, may move much later: sensitivities of
@@ -80,6 +83,10 @@ def _with_sensitivities(items: Sequence[Item]) -> list[tuple[Item, float]]:
     ]
 
 
+def _is_finite(sensitivity: float | None) -> bool:
+    return sensitivity is not None and math.isfinite(sensitivity)
+
+
 def _choices(item: Item, sensitivity: float, group_size: int) -> list[Choice]:
     choices = [
         Choice(
@@ -88,6 +95,7 @@ def _choices(item: Item, sensitivity: float, group_size: int) -> list[Choice]:
             sensitivity * step_variance(bits),
         )
         for bits in WIDTHS
+        if bits >= item.min_bits
     ]
     if item.exact_nbytes is not None:
         choices.append(Choice(None, item.exact_nbytes, 0.0))

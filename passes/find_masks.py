@@ -63,7 +63,7 @@ def find_masks(pair: GraphPair, lossy: frozenset[str]) -> MaskAnalysis:
     while True:
         hosts, more = _walk(pair, lossy - refused.keys())
         if not more:
-            return MaskAnalysis(hosts, refused, _values_read(pair, frozenset(hosts)))
+            return MaskAnalysis(hosts, refused, values_read(pair, frozenset(hosts)))
         refused.update(more)
 
 
@@ -128,7 +128,7 @@ def _is_copyable(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in tags
 
 
-def _values_read(pair: GraphPair, masks: frozenset[str]) -> frozenset[str]:
+def values_read(pair: GraphPair, masks: frozenset[str]) -> frozenset[str]:
     """Placeholders that backward's outputs need when the nodes in ``masks`` are given."""
     stack = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
     seen: set[fx.Node] = set()

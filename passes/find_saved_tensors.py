@@ -24,6 +24,10 @@ def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.name not in pair.upstream_inputs:
             owners[_storage_key(value)] = "parameter" if node.name in pair.static_inputs else "caller"
+    for output in pair.forward_outputs[: pair.num_user_outputs]:
+        value = output.meta.get("val") if isinstance(output, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            owners.setdefault(_storage_key(value), "output")
     counts: Counter[str] = Counter()
     records = []
     for value in pair.saved_values():

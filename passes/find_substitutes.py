@@ -30,7 +30,8 @@ _VIEWS = frozenset(
 _UNBOUNDED: dict[object, tuple[int, ...]] = {
     aten.exp: (0,), aten.exp2: (0,), aten.expm1: (0,), aten.sinh: (0,), aten.cosh: (0,), aten.tan: (0,),
     aten.log: (0,), aten.log2: (0,), aten.log10: (0,), aten.reciprocal: (0,), aten.rsqrt: (0,), aten.div: (1,),
-    aten._log_softmax_backward_data: (1,),
+    aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
+    aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
     # query and key: their product is exponentiated against an exact logsumexp.
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2),
     aten._scaled_dot_product_flash_attention_backward: (1, 2),
@@ -42,10 +43,14 @@ _UNBOUNDED: dict[object, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Substitutes:
-    """``instead``: saved tensor → the backward node to save in its place; ``refused``: saved tensor → why not."""
+    """``instead``: saved tensor → the backward node to save in its place; ``refused``: saved tensor → why not.
+
+    ``curved``: saved tensors that are rounded where the gradient bends in them (query and key of fused attention).
+    """
 
     instead: dict[str, str]
     refused: dict[str, str]
+    curved: frozenset[str]
 
 
 def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[str]) -> Substitutes:
@@ -53,6 +58,7 @@ def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[st
     derivable = derivable_nodes(pair)
     instead: dict[str, str] = {}
     refused: dict[str, str] = {}
+    curved: set[str] = set()
     for slot in pair.backward.graph.find_nodes(op="placeholder"):
         if slot.name not in lossy:
             continue
@@ -63,7 +69,9 @@ def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[st
             refused[slot.name] = f"backward is unbounded in it ({culprit.target})"
         elif end is not slot:
             instead[slot.name] = end.name
-    return Substitutes(instead, refused)
+        if region.is_query_or_key(end):
+            curved.add(slot.name)
+    return Substitutes(instead, refused, frozenset(curved))
 
 
 class _Region:
@@ -100,6 +108,11 @@ class _Region:
                         yield user
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
+
+    def is_query_or_key(self, start: fx.Node) -> bool:
+        """Whether fused attention that is computed again reads ``start`` as its query or key."""
+        pairs = ((node, user) for node in self._closure(start) for user in self._users(node))
+        return any(recomputes(user) and node in user.args[1:3] for node, user in pairs)
 
     def _closure(self, start: fx.Node, end: fx.Node | None = None) -> set[fx.Node]:
         """``start`` and the nodes of the region that depend on it, not looking behind ``end``."""

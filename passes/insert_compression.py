@@ -127,8 +127,10 @@ class _Editor:
         inputs = {i: self._derive(i) for i in node.all_input_nodes}
         twin: fx.Node | None = self._forward.get(node.name)
         # The partitioner leaves a recomputed node its name in both graphs.
-        if twin is not None and twin.target is node.target and twin.all_input_nodes == list(inputs.values()):
-            return twin
+        if twin is not None and twin.target is node.target:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda i: inputs[i])
+            if arguments == (twin.args, twin.kwargs):
+                return twin
         graph = self._pair.forward.graph
         with graph.inserting_after(_latest(self._pair.forward, list(inputs.values()))):
             copy = graph.node_copy(node, lambda i: inputs[i])

@@ -44,6 +44,8 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             f"{value.name} leaves forward as one thing and enters backward as another",
         )
     for value in values:
+        is_dropped = value.source.target is torch.ops.aten.full.default and value.source.args[0] == [0]
+        _require(not (is_dropped and value.placeholder.users), f"{value.name} was dropped, and backward reads it")
         if value.source.target is compress:
             readers = {user.name for user in value.placeholder.users if user.target is not decompress}
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")

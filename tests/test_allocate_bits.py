@@ -7,11 +7,17 @@ from hypothesis import strategies as st
 from gact_fx.codec_layout import blob_nbytes
 from gact_fx.passes import Item, allocate_bits, step_variance
 
+
+def make_item(groups: int, dtype: torch.dtype, exponent: float, mask_numel: int) -> Item:
+    return Item(groups * 256, dtype, groups * 256 * 10.0**exponent, mask_numel)
+
+
+# Per element within two decades, so that the floor under sensitivities changes none of them.
 ITEMS = st.builds(
-    Item,
-    numel=st.integers(1, 40).map(lambda n: n * 256),
+    make_item,
+    groups=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    sensitivity=st.floats(-9, 3).map(lambda e: 10.0**e),
+    exponent=st.floats(-0.9, 0.9),
     mask_numel=st.sampled_from([0, 256]),
 )
 
@@ -69,3 +75,13 @@ def test_exact_only_where_it_is_allowed_and_pays() -> None:
 def test_zero_sensitivity_is_not_an_error() -> None:
     assert len(allocate_bits([Item(1024, torch.float32, 0.0)] * 2, 4, 256)) == 2
     assert allocate_bits([], 4, 256) == []
+
+
+def test_non_finite_sensitivities_count_as_unknown() -> None:
+    items = [Item(4096, torch.float32, value) for value in (1.0, float("nan"), float("inf"), 1.0)]
+    assert allocate_bits(items, 4.2, 256) == [4, 4, 4, 4]
+
+
+def test_no_width_below_the_least_allowed() -> None:
+    items = [Item(4096, torch.float32, 1e-9, min_bits=6), Item(4096, torch.float32, 1.0)]
+    assert allocate_bits(items, 4, 256)[0] == 6

@@ -91,6 +91,44 @@ def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, obj
         gact_fx.inspect(model)
 
 
+def test_many_models_in_one_process() -> None:
+    """Dynamo stops compiling after 8 recompilations of one code object, with a warning nobody reads."""
+    for _ in range(10):
+        model = Mixed()
+        gact_fx.compile(model, inner="eager", adaptive=False, sample_batches=[mixed_batch()])
+        model(*mixed_batch()).backward()
+        assert gact_fx.inspect(model).ratio > 2
+
+
+def test_a_sample_step_without_finite_gradients_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    model = gact_fx.compile(Mixed(), inner="eager")
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        (model(*mixed_batch()) * float("inf")).backward()
+    assert "sampling another one" in caplog.text and gact_fx.inspect(model).plan is None
+    for _ in range(2):
+        model(*mixed_batch()).backward()
+    assert gact_fx.inspect(model).ratio > 2
+    with pytest.raises(ValueError, match="gave no finite gradient"):
+        gact_fx.compile(
+            Mixed(), inner="eager", sample_batches=[mixed_batch()], loss_fn=lambda m, b: m(*b) * float("nan")
+        )
+
+
+def test_profiling_a_function_leaves_its_module_alone() -> None:
+    module = Mixed()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    gact_fx.compile(lambda x, y: module(x, y), inner="eager", sample_batches=[mixed_batch()])
+    assert all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_an_explicit_budget_overrides_the_config() -> None:
+    config = gact_fx.Config(inner="eager")
+    model = gact_fx.compile(Mixed(), budget_bits=2, config=config, sample_batches=[mixed_batch()])
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.budget_bits == 2
+
+
 def test_what_is_not_a_model() -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module or a function, got int"):
         gact_fx.compile(3)  # type: ignore[type-var]
@@ -153,7 +191,7 @@ def test_a_graph_whose_output_the_loss_ignores_does_not_stop_planning() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             unused = self.a(x).tanh()
             torch._dynamo.graph_break()
-            return unused, self.b(x).tanh()
+            return unused, self.b(x).tanh() * 2
 
     model = gact_fx.compile(Two(), inner="eager")
     for _ in range(3):

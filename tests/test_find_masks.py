@@ -54,3 +54,14 @@ def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
     user.replace_input_with(saved.placeholder, floor)
     masks = find_masks(pair, frozenset({saved.name}))
     assert "floor" in masks.refused[saved.name] and not masks.hosts
+
+
+def test_decisions_larger_than_what_they_follow_from(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(16, 1))
+
+    def pairwise(x: torch.Tensor) -> torch.Tensor:
+        z = (x @ w)[:, 0]
+        return torch.relu(1 - (z[:, None] - z[None, :])).mean()
+
+    analysis = analyze(trace(pairwise, torch.randn(512, 16), inner="inductor"))
+    assert not any(decision.masks for decision in analysis.eligibility)

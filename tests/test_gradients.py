@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from conftest import Mixed, gradients, mixed_batch, relative_error
 from torch import nn
 
@@ -127,3 +128,40 @@ def test_every_step_draws_new_noise() -> None:
                 parameter -= 1e-3 * gradient
     correlation = torch.nn.functional.cosine_similarity(errors[0], errors[1], dim=0)
     assert abs(float(correlation)) < 0.3
+
+
+@INNER
+def test_checkpointed_dropout(inner: str) -> None:
+    """A checkpointed region draws its mask again in backward, from the saved seed: also while profiling."""
+
+    class Checkpointed(Dropped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = torch.utils.checkpoint.checkpoint(self.layer, x, weight, use_reentrant=False)
+            return (x * self.direction).sum()
+
+        @staticmethod
+        def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout((x @ weight).relu(), 0.3)
+
+    model, x = Checkpointed(), torch.randn(64, 32)
+    gact_fx.compile(model, budget_bits=8, inner=inner)
+    for _ in range(3):
+        loss = model(x)
+        loss.backward()
+        for weight, gradient in zip(model.weights, gradients(model), strict=True):
+            assert float(((gradient * weight).sum() / loss).detach()) == pytest.approx(1, abs=1e-2)
+
+
+@INNER
+def test_losses_that_divide_by_what_they_saved(inner: str) -> None:
+    model, reference = nn.Linear(16, 64), nn.Linear(16, 64)
+    reference.load_state_dict(model.state_dict())
+    x, target = torch.randn(64, 16) * 4, torch.rand(64, 64)
+    loss = gact_fx.compile(
+        lambda m: nn.functional.binary_cross_entropy(m(x).sigmoid(), target), budget_bits=4, adaptive=False, inner=inner
+    )
+    for _ in range(2):
+        loss(model).backward()
+        nn.functional.binary_cross_entropy(reference(x).sigmoid(), target).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.1
