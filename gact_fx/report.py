@@ -127,7 +127,7 @@ def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
         if encoding == QUANTIZE and bits is None:
             encoding, reason = KEEP, "the planner found it worth its bytes"
         before = 0
-        if tensor.owner == "nobody" and tensor.storage not in held:
+        if tensor.owner in ("nobody", "output") and tensor.storage not in held:
             held.add(tensor.storage)
             before = tensor.storage_nbytes
         yield Row(

@@ -2,6 +2,8 @@ import torch
 from conftest import Mixed, Trace, analyze, decisions, mixed_batch
 from torch import nn
 
+import gact_fx
+
 
 def reasons(trace: Trace, function: object, *inputs: torch.Tensor, **options: bool) -> dict[str, str]:
     analysis = analyze(trace(function, *inputs, **options))
@@ -72,3 +74,13 @@ def test_every_tensor_gets_a_decision(trace: Trace) -> None:
     analysis = analyze(trace(Mixed(), *mixed_batch()))
     assert [t.name for t in analysis.saved] == [d.name for d in analysis.eligibility]
     assert all(d.reason for d in decisions(analysis).values() if not d.is_compressed)
+
+
+def test_what_the_model_returns_is_kept_and_counted() -> None:
+    """Its caller may hold it: codes beside it would only add to memory."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
+    gact_fx.compile(model, inner="eager", sample_batches=[torch.randn(64, 16)], loss_fn=lambda m, b: m(b).sum())
+    model(torch.randn(64, 16)).sum().backward()
+    (row,) = [row for row in gact_fx.inspect(model).rows if row.op == "aten.tanh"]
+    assert (row.encoding, row.bytes_before, row.bytes_after) == ("keep", 64 * 64 * 4, 64 * 64 * 4)
+    assert "output of the graph" in row.reason
