@@ -196,7 +196,7 @@ def test_a_graph_whose_output_the_loss_ignores_does_not_stop_planning() -> None:
     model = gact_fx.compile(Two(), inner="eager")
     for _ in range(3):
         model(torch.randn(64, 32))[1].square().sum().backward()
-    assert gact_fx.inspect(model).ratio > 2
+    assert any(row.encoding == "quantize" for row in gact_fx.inspect(model).rows)
 
 
 @INNER
