@@ -98,19 +98,21 @@ def test_the_mean_gradient_over_seeds_is_the_exact_one() -> None:
         assert squared_bias**0.5 <= 3 * squared_error**0.5 + 1e-6
 
 
-@pytest.mark.parametrize("inner", ["inductor", "eager"])
-def test_relu_masks_are_exact_at_one_bit_per_element(inner: str) -> None:
-    """With the last layer's input as the only thing read, a flipped ReLU decision would show at any width."""
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
-    reference = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU())
+@INNER
+def test_relu_masks_are_exact_whatever_the_width(inner: str) -> None:
+    """The gradient of the batch norm's shift reads nothing but the ReLU's decisions: a flipped one would show."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3))
+
+    model, reference = build(), build()
     reference.load_state_dict(model.state_dict())
     x = torch.randn(8, 3, 12, 12)
-    gact_fx.compile(
-        model, inner=inner, budget_bits=2, adaptive=False, sample_batches=[x], loss_fn=lambda m, b: m(b).sum()
-    )
+    options = {"budget_bits": 2, "adaptive": False, "sample_batches": [x], "loss_fn": lambda m, b: m(b).sum()}
+    gact_fx.compile(model, inner=inner, **options)
     model(x).sum().backward(), reference(x).sum().backward()
-    # A bias gradient of the last layer is a count of active units: nothing but the mask.
-    torch.testing.assert_close(model[3].bias.grad, reference[3].bias.grad, rtol=1e-5, atol=1e-4)
+    assert gact_fx.inspect(model).ratio > 4
+    torch.testing.assert_close(model[1].bias.grad, reference[1].bias.grad, rtol=1e-4, atol=1e-3)
 
 
 def test_every_step_draws_new_noise() -> None:
