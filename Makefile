@@ -28,11 +28,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py
 
 install: $(STAMP)
-# The extension is built against the torch that is installed, hence no build isolation.
+# The extension is built against the torch that is installed, hence no build isolation; torch 2.11 asks for setuptools < 82.
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
-	$(BIN)/pip install "setuptools>=77" wheel ninja
+	$(BIN)/pip install "setuptools>=77,<82" wheel ninja
 	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check]"
 	touch $(STAMP)
 
