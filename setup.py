@@ -28,7 +28,7 @@ def extension_arguments() -> dict[str, Any]:
             # runtime that libtorch_cpu loads: a second runtime would bring a second pool of threads.
             cxx.append("-fopenmp")
     flags = {"cxx": cxx}
-    sources = ["csrc/bindings.cpp", "csrc/cpu/codec.cpp"]
+    sources = ["csrc/bindings.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
     cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
     extension: Any = cpp_extension.CppExtension
     if cuda_sources and torch.version.cuda and cpp_extension.CUDA_HOME:

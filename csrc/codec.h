@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define GACT_INLINE __host__ __device__ __forceinline__
@@ -22,8 +23,12 @@
 namespace gact {
 
 constexpr int kMaxGroupSize = 1024;
-constexpr int kMaskBlock = 256;        // elements of a mask that are packed together, into 32 bytes
+constexpr int kIntegerBlock = 256;     // integers and masks are packed in blocks of as many elements
 constexpr float kMinStep = 0x1p-100f;  // keeps 1/step far from overflow; a range below it is noise to any gradient
+constexpr int kFraction = 22;          // bits below one step with which elements are rounded: 8 + 22 fit an int32
+constexpr int32_t kHalf = 1 << (kFraction - 1);
+
+enum class Rounding { kStochastic, kDither, kNearest };
 
 template <class To, class From>
 GACT_INLINE To bit_cast(From from) {
@@ -35,52 +40,77 @@ GACT_INLINE To bit_cast(From from) {
 
 // ---- Source formats ----------------------------------------------------------------------------------------------
 //
-// Decode and encode are integer arithmetic so that loops over them vectorise without F16C or AVX512-BF16. `encode`
-// rounds to nearest even and takes finite values within the format's range only. An element whose magnitude reaches
+// Decode and encode are integer arithmetic so that they need neither F16C nor AVX512-BF16. `encode` rounds to nearest
+// even and takes finite values within the format's range only. Quantisation is done in `Real`. `to_real` and `to_word`
+// do the work on 32-bit words that hold the format's bits, one or a vector of them. An element whose magnitude reaches
 // kLimit makes its group irregular; below it neither the range nor a decoded value can overflow.
 
 struct Float32 {
   using Bits = uint32_t;
   using Ordered = int32_t;
+  using Real = float;
   static constexpr Ordered kLimit = 0x7e000000;  // 2^125
   static constexpr Bits kInfinity = 0x7f800000, kNaN = 0x7fc00000;
-  static constexpr double kMax = 0x1.fffffep127;
+  static constexpr Real kMax = 0x1.fffffep127f;
   static GACT_INLINE float decode(Bits bits) { return bit_cast<float>(bits); }
   static GACT_INLINE Bits encode(float value) { return bit_cast<Bits>(value); }
+};
+
+struct Float64 {
+  using Bits = uint64_t;
+  using Ordered = int64_t;
+  using Real = double;
+  static constexpr Ordered kLimit = 0x47c0000000000000;  // 2^125
+  static constexpr Bits kInfinity = 0x7ff0000000000000, kNaN = 0x7ff8000000000000;
+  static constexpr Real kMax = 0x1.fffffffffffffp1023;
+  static GACT_INLINE double decode(Bits bits) { return bit_cast<double>(bits); }
+  static GACT_INLINE Bits encode(double value) { return bit_cast<Bits>(value); }
 };
 
 struct BFloat16 {
   using Bits = uint16_t;
   using Ordered = int16_t;
+  using Real = float;
   static constexpr Ordered kLimit = 0x7e00;  // 2^125
   static constexpr Bits kInfinity = 0x7f80, kNaN = 0x7fc0;
-  static constexpr double kMax = 0x1.fep127;
-  static GACT_INLINE float decode(Bits bits) { return bit_cast<float>(uint32_t(bits) << 16); }
-  static GACT_INLINE Bits encode(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    return Bits((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  static constexpr Real kMax = 0x1.fep127f;
+  template <class Reals, class Word>
+  static GACT_INLINE Reals to_real(Word word) {
+    return bit_cast<Reals>(word << 16);
   }
+  template <class Word, class Reals>
+  static GACT_INLINE Word to_word(Reals value) {
+    const Word bits = bit_cast<Word>(value);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  }
+  static GACT_INLINE float decode(Bits bits) { return to_real<float>(uint32_t(bits)); }
+  static GACT_INLINE Bits encode(float value) { return Bits(to_word<uint32_t>(value)); }
 };
 
 struct Float16 {
   using Bits = uint16_t;
   using Ordered = int16_t;
+  using Real = float;
   static constexpr Ordered kLimit = 0x7400;  // 2^14
   static constexpr Bits kInfinity = 0x7c00, kNaN = 0x7e00;
-  static constexpr double kMax = 65504.0;
+  static constexpr Real kMax = 65504.0f;
   // Finite values only: the product moves the exponent's bias from 15 to 127 and makes subnormals normal.
-  static GACT_INLINE float decode(Bits bits) {
-    const uint32_t magnitude = bit_cast<uint32_t>(bit_cast<float>((bits & 0x7fffu) << 13) * 0x1p112f);
-    return bit_cast<float>(magnitude | (bits & 0x8000u) << 16);
+  template <class Reals, class Word>
+  static GACT_INLINE Reals to_real(Word word) {
+    const Reals magnitude = bit_cast<Reals>((word & 0x7fff) << 13) * 0x1p112f;
+    return bit_cast<Reals>(bit_cast<Word>(magnitude) | (word & 0x8000) << 16);
   }
-  static GACT_INLINE Bits encode(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    const uint32_t magnitude = bits & 0x7fffffff;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  template <class Word, class Reals>
+  static GACT_INLINE Word to_word(Reals value) {
+    const Word bits = bit_cast<Word>(value);
+    const Word magnitude = bits & 0x7fffffff;
+    const Word normal = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     // Adding 0.5 lets the FPU round at 2^-24, the spacing of float16's subnormals.
-    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    return Bits((magnitude < 0x38800000u ? subnormal : normal) | (bits >> 16 & 0x8000));
+    const Word subnormal = bit_cast<Word>(bit_cast<Reals>(magnitude) + 0.5f) - 0x3f000000u;
+    return (magnitude < 0x38800000u ? subnormal : normal) | (bits >> 16 & 0x8000);
   }
+  static GACT_INLINE float decode(Bits bits) { return to_real<float>(uint32_t(bits)); }
+  static GACT_INLINE Bits encode(float value) { return Bits(to_word<uint32_t>(value)); }
 };
 
 // An integer that orders as the floats do, NaN beyond the infinities: minima and maxima over integers vectorise without
@@ -90,118 +120,264 @@ GACT_INLINE typename Format::Ordered ordered(typename Format::Bits bits) {
   using Ordered = typename Format::Ordered;
   constexpr int sign_shift = 8 * sizeof(Ordered) - 1;
   const Ordered value = Ordered(bits);
-  return Ordered(value ^ (Ordered(value >> sign_shift) & Ordered((uint32_t(1) << sign_shift) - 1)));
+  return Ordered(value ^ (Ordered(value >> sign_shift) & Ordered((uint64_t(1) << sign_shift) - 1)));
 }
+
+// ---- Vectors -----------------------------------------------------------------------------------------------------
+//
+// Noise, quantize and dequantize also take vectors (GCC's vector extensions) in place of words and floats, so that the
+// arithmetic is spelled once. Convert<Real> is what operators do not express; csrc/cpu specialises it for its vectors.
+
+template <class Real>
+struct Convert;
+
+template <>
+struct Convert<float> {
+  static GACT_INLINE int32_t to_nearest(float value) {
+#if defined(__CUDA_ARCH__)
+    return __float2int_rn(value);
+#else
+    return int32_t(std::nearbyint(value));
+#endif
+  }
+  static GACT_INLINE float to_real(int32_t value) { return float(value); }
+};
+
+template <>
+struct Convert<double> {
+  static GACT_INLINE int32_t to_nearest(double value) {
+#if defined(__CUDA_ARCH__)
+    return __double2int_rn(value);
+#else
+    return int32_t(std::nearbyint(value));
+#endif
+  }
+  static GACT_INLINE double to_real(int32_t value) { return double(value); }
+};
 
 // ---- Noise: a counter-based hash, no generator -------------------------------------------------------------------
 
-GACT_INLINE uint32_t mix32(uint32_t x) {  // lowbias32, Chris Wellons, "Prospecting for hash functions" (2018)
+// lowbias32 (Chris Wellons, "Prospecting for hash functions", 2018), from the start to before its last product.
+template <class Word>
+GACT_INLINE Word mix(Word x) {
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;
-  x *= 0x846ca68bu;
-  x ^= x >> 16;
   return x;
 }
 
-GACT_INLINE uint32_t chain(uint32_t key, uint32_t word) { return mix32(key ^ word); }
+// Its last product. A second multiplier gives a second word for little: the quotient of the two, 747796405, is a good
+// one for a congruential generator (L'Ecuyer, "Tables of linear congruential generators", 1999), so that pairs of words
+// fill the plane evenly.
+constexpr uint32_t kFirst = 0x846ca68bu, kSecond = 0x846ca68bu * 747796405u;
+
+GACT_INLINE uint32_t chain(uint32_t key, uint32_t word) {
+  const uint32_t x = mix(key ^ word) * kFirst;
+  return x ^ x >> 16;
+}
 
 GACT_INLINE uint32_t seed_key(uint64_t seed) { return chain(chain(0, uint32_t(seed)), uint32_t(seed >> 32)); }
 
-GACT_INLINE uint32_t group_key(uint32_t seed_key, uint64_t group, uint32_t minimum_bits, uint32_t step_bits) {
-  const uint32_t key = chain(chain(seed_key, uint32_t(group)), uint32_t(group >> 32));
-  return chain(chain(key, minimum_bits), step_bits);
+template <class Bits>
+GACT_INLINE uint32_t group_key(uint32_t seed_key, uint64_t group, Bits minimum, uint16_t step) {
+  uint32_t key = chain(chain(seed_key, uint32_t(group)), uint32_t(group >> 32));
+  key = chain(key, uint32_t(minimum));
+  if constexpr (sizeof(Bits) == 8) key = chain(key, uint32_t(minimum >> 32));
+  return chain(key, step);
 }
 
-// Uniform in [0, 1) with 24 bits. The detour over int32 is exact and has an instruction on every vector unit.
-GACT_INLINE float noise(uint32_t group_key, uint32_t element) {
-  return float(int32_t(mix32(group_key + element * 0x9e3779b9u) >> 8)) * 0x1p-24f;
+constexpr uint32_t kGolden = 0x9e3779b9u;
+constexpr uint32_t kPair = 32;  // elements i and i + kPair of every 2 * kPair share a hash
+
+// What the noise of an element is made from; `element` is the first of a pair.
+GACT_INLINE uint32_t pair_word(uint32_t group_key, uint32_t element) {
+  return group_key + (element - element / (2 * kPair) * kPair) * kGolden;
 }
 
-// ---- Regular groups ----------------------------------------------------------------------------------------------
+// Uniform over the kFraction bits below one step; half a step when rounding to nearest. `mixed` is mix(pair_word).
+template <Rounding rounding, class Int = int32_t, class Word>
+GACT_INLINE Int noise(Word mixed, uint32_t multiplier) {
+  if constexpr (rounding == Rounding::kNearest) return Int{} + kHalf;
+  return (Int)((mixed * multiplier) >> (32 - kFraction));
+}
 
-// The step's bits in bfloat16, rounded up so that every element of the group lies within the codes' range.
-GACT_INLINE uint16_t encode_step(float range, int32_t levels) {
-  if (range == 0.0f) return 0;
-  const float step = range / float(levels);
-  const uint32_t bits = bit_cast<uint32_t>(step > kMinStep ? step : kMinStep);
-  return uint16_t((bits + 0xffff) >> 16);
+template <Rounding rounding>
+GACT_INLINE int32_t element_noise(uint32_t group_key, uint32_t element) {
+  const bool second = element & kPair;
+  return noise<rounding>(mix(pair_word(group_key, second ? element - kPair : element)), second ? kSecond : kFirst);
+}
+
+// ---- Groups ------------------------------------------------------------------------------------------------------
+//
+// x is the code floor((x - minimum) / step + n), n uniform in [0, 1); the fraction is rounded to kFraction bits first,
+// so that the sum is exact. The value of a code is minimum + code * step, and with subtractive dither
+// minimum + (code + 1/2 - n) * step, with the same n.
+
+// What a group stores beside its codes.
+template <class Format>
+struct Metadata {
+  typename Format::Bits minimum;
+  uint16_t step;
+};
+
+// A group's metadata as its elements are computed with. All in quarters where the group is irregular.
+template <class Real>
+struct Scale {
+  Real minimum;
+  Real step;
+  int32_t levels;  // the largest code of a finite value
+};
+
+// The factor that takes elements to fixed point.
+template <class Real>
+GACT_INLINE Real inverse(Real step) {
+  return step == Real(0) ? Real(0) : Real(1 << kFraction) / step;
+}
+
+// The code before it is clamped to the levels. `minimum` as in Scale.
+template <class Real, class Int>
+GACT_INLINE Int quantize(Real x, Real minimum, Real inverse, Int noise) {
+  return (Convert<Real>::to_nearest((x - minimum) * inverse) + noise) >> kFraction;
+}
+
+// `fine_step` is the step, under dither its 2^-kFraction.
+template <Rounding rounding, class Real, class Int>
+GACT_INLINE Real dequantize(Int code, Real minimum, Real fine_step, Int noise) {
+  if constexpr (rounding == Rounding::kDither) code = (code << kFraction) + (kHalf - noise);
+  return minimum + Convert<Real>::to_real(code) * fine_step;
+}
+
+template <Rounding rounding, class Real>
+GACT_INLINE Real fine_step(Real step) {
+  return rounding == Rounding::kDither ? step * Real(1.0 / (1 << kFraction)) : step;
+}
+
+// The step in bfloat16, rounded up so that every element of the group lies within the codes' range.
+template <class Real>
+GACT_INLINE uint16_t encode_step(Real range, int32_t levels) {
+  if (range == Real(0)) return 0;
+  Real step = range / Real(levels);
+  step = step > Real(kMinStep) ? step : Real(kMinStep);
+  if constexpr (sizeof(Real) == 8) {
+    const uint64_t rounded_up = (bit_cast<uint64_t>(step) + ((uint64_t(1) << 45) - 1)) >> 45;
+    return uint16_t(rounded_up - ((1023 - 127) << 7));
+  } else {
+    return uint16_t((bit_cast<uint32_t>(step) + 0xffff) >> 16);
+  }
 }
 
 GACT_INLINE float decode_step(uint16_t bits) { return bit_cast<float>(uint32_t(bits) << 16); }
 
-GACT_INLINE int32_t quantize(float x, float minimum, float inverse_step, float noise, int32_t levels) {
-  const int32_t code = int32_t((x - minimum) * inverse_step + noise);  // the sum is >= 0, so truncation is the floor
-  return code < levels ? code : levels;
+template <class Format>
+GACT_INLINE Scale<typename Format::Real> regular_scale(Metadata<Format> metadata, int bits) {
+  using Real = typename Format::Real;
+  return {Real(Format::decode(metadata.minimum)), Real(decode_step(metadata.step)), (1 << bits) - 1};
 }
-
-GACT_INLINE float dequantize(int32_t code, float minimum, float step) { return minimum + float(code) * step; }
 
 // ---- Irregular groups: non-finite or huge elements ---------------------------------------------------------------
 //
-// The stored step has its sign bit set, the set of non-finite kinds in its three low bits, and a quarter of the step in
-// the others (a quarter because the range of a group may be twice the largest float). Codes below `levels` are finite
-// values, the codes from there on are the kinds present, in order. Arithmetic is in double.
+// The stored step has its sign bit set and the set of non-finite kinds in its three low bits. Codes up to `levels` are
+// finite values, those beyond are the kinds present, in order. All else is as in regular groups, in quarters, because
+// the range of a group may be twice the largest float.
 
 constexpr uint16_t kIrregular = 0x8000;
 
-struct Irregular {
-  int kinds;   // bit 0: NaN, bit 1: +Inf, bit 2: -Inf
-  int levels;  // codes for finite values
-  double minimum;
-  double step;
-};
-
 GACT_INLINE int popcount3(int kinds) { return (kinds & 1) + (kinds >> 1 & 1) + (kinds >> 2 & 1); }
 
-GACT_INLINE int kind_of(float value) {  // -1: finite
-  return value != value ? 0 : value == INFINITY ? 1 : value == -INFINITY ? 2 : -1;
+// 0: NaN, 1: +Inf, 2: -Inf; -1: finite.
+template <class Format>
+GACT_INLINE int kind_of(typename Format::Bits bits) {
+  using Bits = typename Format::Bits;
+  const Bits magnitude = bits & Bits(Bits(-1) >> 1);
+  if (magnitude < Format::kInfinity) return -1;
+  if (magnitude > Format::kInfinity) return 0;
+  return magnitude == bits ? 1 : 2;
 }
 
 // The kinds that the codes tell apart: one bit has no room for two kinds and a finite level, so all become NaN there.
 GACT_INLINE int representable_kinds(int kinds, int bits) { return (1 << bits) > popcount3(kinds) ? kinds : 1; }
 
-GACT_INLINE uint16_t encode_irregular_step(double range, int levels, int kinds) {
-  uint32_t bits = 0;
-  if (range != 0.0 && levels > 1) {
-    const float quarter = float(range / double(levels - 1) * 0.25);
-    bits = bit_cast<uint32_t>(quarter > kMinStep ? quarter : kMinStep);
-    bits = (bits + 0x7ffff) >> 19 << 3;  // upwards to 4 mantissa bits; 3 more make room for the kinds
-  }
-  return uint16_t(kIrregular | bits | uint32_t(kinds));
-}
+// The mantissa bits of a quarter of the step, of which 12 bits are stored: all 4 beside float32's exponent, 1 beside
+// float64's.
+template <class Real>
+constexpr int kDropped = sizeof(Real) == 8 ? 51 : 19;
 
-GACT_INLINE Irregular decode_irregular(float minimum, uint16_t step_bits, int bits) {
-  const int kinds = step_bits & 7;
-  const uint16_t quarter = step_bits & 0x7ff8;
-  return {kinds, (1 << bits) - popcount3(kinds), double(minimum), double(decode_step(quarter)) * 4.0};
-}
-
-GACT_INLINE int32_t quantize_irregular(float x, const Irregular& group, float noise) {
-  const int kind = kind_of(x);
-  if (kind >= 0) {
-    const bool present = group.kinds >> kind & 1;  // if not, it was merged into NaN
-    return group.levels + (present ? popcount3(group.kinds & ((1 << kind) - 1)) : 0);
+template <class Real>
+GACT_INLINE uint16_t encode_irregular_step(Real quarter_range, int32_t levels, int kinds) {
+  using Word = std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>;
+  Word bits = 0;
+  if (quarter_range != Real(0) && levels > 0) {
+    const Real step = quarter_range / Real(levels);
+    bits = bit_cast<Word>(step > Real(kMinStep) ? step : Real(kMinStep));
+    bits = (bits + ((Word(1) << kDropped<Real>)-1)) >> kDropped<Real>;
   }
-  if (group.step == 0.0) return 0;
-  const double position = (double(x) - group.minimum) * (1.0 / group.step) + double(noise);
-  const int32_t code = int32_t(position);
-  return code < group.levels ? code : group.levels - 1;
+  return uint16_t(kIrregular | uint32_t(bits) << 3 | uint32_t(kinds));
 }
 
 template <class Format>
-GACT_INLINE typename Format::Bits dequantize_irregular(int32_t code, const Irregular& group) {
+GACT_INLINE Scale<typename Format::Real> irregular_scale(Metadata<Format> metadata, int bits) {
+  using Real = typename Format::Real;
+  using Word = std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>;
+  const Word step = Word(metadata.step >> 3 & 0xfff) << kDropped<Real>;
+  const int32_t levels = (1 << bits) - popcount3(metadata.step & 7) - 1;
+  return {Real(Format::decode(metadata.minimum)) * Real(0.25), bit_cast<Real>(step), levels};
+}
+
+// The metadata of an irregular group: `lowest` and `highest` among the finite elements (0 if there are none), and the
+// set of kinds among the others.
+template <class Format>
+GACT_INLINE Metadata<Format> irregular_metadata(typename Format::Real lowest, typename Format::Real highest, int kinds,
+                                                int bits) {
+  using Real = typename Format::Real;
+  kinds = representable_kinds(kinds, bits);
+  const int32_t levels = (1 << bits) - popcount3(kinds) - 1;
+  const Real range = highest * Real(0.25) - lowest * Real(0.25);
+  return {Format::encode(lowest + Real(0)), encode_irregular_step(range, levels, kinds)};  // -0.0 becomes +0.0
+}
+
+template <class Format>
+GACT_INLINE int32_t quantize_irregular(typename Format::Bits x, const Scale<typename Format::Real>& scale,
+                                       typename Format::Real inverse, uint16_t step, int32_t noise) {
+  using Real = typename Format::Real;
+  const int kind = kind_of<Format>(x);
+  if (kind < 0) {
+    const int32_t code = quantize(Real(Format::decode(x)) * Real(0.25), scale.minimum, inverse, noise);
+    return code < scale.levels ? code : scale.levels;
+  }
+  const bool present = step >> kind & 1;  // if not, it was merged into NaN
+  return scale.levels + 1 + (present ? popcount3(step & ((1 << kind) - 1)) : 0);
+}
+
+template <Rounding rounding, class Format>
+GACT_INLINE typename Format::Bits dequantize_irregular(int32_t code, const Scale<typename Format::Real>& scale,
+                                                       uint16_t step, int32_t noise) {
   using Bits = typename Format::Bits;
-  if (code >= group.levels) {
-    int kind = 0;  // the (code - levels)-th of the set bits
-    for (int skip = code - group.levels; kind < 2; ++kind) {
-      if ((group.kinds >> kind & 1) && skip-- == 0) break;
+  using Real = typename Format::Real;
+  if (code > scale.levels) {
+    int kind = 0;  // the (code - levels - 1)-th of the set bits
+    for (int skip = code - scale.levels - 1; kind < 2; ++kind) {
+      if ((step >> kind & 1) && skip-- == 0) break;
     }
     if (kind == 0) return Format::kNaN;
     return kind == 1 ? Format::kInfinity : Bits(Format::kInfinity | Bits(1) << (8 * sizeof(Bits) - 1));
   }
-  const double value = group.minimum + double(code) * group.step;
-  return Format::encode(float(value > Format::kMax ? Format::kMax : value));
+  const Real value = dequantize<rounding>(code, scale.minimum, fine_step<rounding>(scale.step), noise) * Real(4);
+  return Format::encode(value > Format::kMax ? Format::kMax : value < -Format::kMax ? -Format::kMax : value);
+}
+
+// ---- 16 bits: float32 as bfloat16, without metadata --------------------------------------------------------------
+
+constexpr int kBFloat16Bits = 16;
+
+// The upper half of the element takes part in the hash, so that the noise changes with the data here as well.
+template <Rounding rounding>
+GACT_INLINE uint16_t round_to_bfloat16(uint32_t x, uint32_t group_key, uint32_t element) {
+  const uint32_t upper = x >> 16, magnitude = x & 0x7fffffff;
+  if (magnitude >= Float32::kInfinity) return uint16_t(magnitude > Float32::kInfinity ? upper | 0x40 : upper);
+  const uint32_t noise = rounding == Rounding::kNearest ? 0x7fff + (upper & 1)
+                                                        : mix((group_key + element * kGolden) ^ upper) * kFirst >> 16;
+  const uint32_t rounded = (x + noise) >> 16;
+  return uint16_t((rounded & 0x7fff) < BFloat16::kInfinity ? rounded : rounded - 1);  // the largest, not infinity
 }
 
 }  // namespace gact

@@ -3,30 +3,75 @@
 
 #include <cstdint>
 
+#include "codec.h"
+
 namespace gact {
 
-enum class Source { kFloat32, kBFloat16, kFloat16 };
+enum class Source { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
-// The sections of a blob and the tensor that it stands for. No pointer into the blob needs alignment.
+struct Codec {
+  Source source;
+  Rounding rounding;
+  int bits;  // 1 to 8, or 16 for bfloat16 codes of float32
+  int group_size;
+  uint64_t seed;
+};
+
+// The sections of a blob and the number of elements that it stands for. No pointer need be aligned. At 16 bits there is
+// no minimum and no step.
 struct Blob {
   uint8_t* codes;    // ceil(numel / group_size) * group_size * bits / 8 bytes
   uint8_t* minimum;  // one element of the source's dtype per group
   uint8_t* step;     // one bfloat16 per group
-  Source source;
   int64_t numel;
+};
+
+constexpr int kMaxRank = 8;
+
+// A tensor to be read in row-major order of its dimensions, outermost first; neighbouring dimensions that can be walked
+// as one are merged, and those of size 1 left out. Strides are in elements.
+struct Strided {
+  const void* data;
+  int64_t numel;
+  int rank;
+  int64_t size[kMaxRank];
+  int64_t stride[kMaxRank];
+
+  GACT_INLINE bool is_contiguous() const { return rank == 0 || (rank == 1 && stride[0] == 1); }
+};
+
+// Integers of `itemsize` bytes, packed at `bits` (1 to 16) each in blocks of kIntegerBlock elements; `is_mask`: nonzero
+// elements are ones.
+struct Integers {
+  int itemsize;
   int bits;
-  int group_size;
+  bool is_mask;
+  int64_t numel;
 };
 
 namespace cpu {
 
-void compress(const void* values, uint64_t seed, const Blob& blob);
-void decompress(const Blob& blob, void* values);
-void pack_mask(const uint8_t* mask, int64_t numel, uint8_t* packed);
-void unpack_mask(const uint8_t* packed, int64_t numel, uint8_t* mask);
+void compress(const Strided& values, const Codec& codec, const Blob& blob);
+void decompress(const Blob& blob, const Codec& codec, void* values);
+// Returns whether all integers were in [0, 2^bits).
+bool pack_integers(const void* values, const Integers& integers, uint8_t* packed);
+void unpack_integers(const uint8_t* packed, const Integers& integers, void* values);
 
 // The instruction set in use: "avx512", "avx2" or "baseline".
 const char* capability();
 
 }  // namespace cpu
+
+// All on `stream` (a cudaStream_t) and without waiting for it. They throw std::runtime_error where a launch fails.
+namespace cuda {
+
+// Whether compress reads such a tensor; others must be made contiguous first.
+bool reads(const Strided& values, const Codec& codec);
+void compress(const Strided& values, const Codec& codec, const Blob& blob, void* stream);
+void decompress(const Blob& blob, const Codec& codec, void* values, void* stream);
+// An integer beyond [0, 2^bits) raises a device-side assertion.
+void pack_integers(const void* values, const Integers& integers, uint8_t* packed, void* stream);
+void unpack_integers(const uint8_t* packed, const Integers& integers, void* values, void* stream);
+
+}  // namespace cuda
 }  // namespace gact

@@ -1,11 +1,14 @@
 """The blob's layout in bytes, and the checks on the operators' arguments: shared by fakes and the reference.
 
-A blob is ``[codes][minimum][step][mask]``:
+The blob of a float tensor is ``[codes][minimum][step][mask]``:
 
 - codes: ``ceil(numel / group_size)`` groups of ``group_size * bits / 8`` bytes, the last one padded to a full group;
 - minimum: one element of the source's dtype per group;
 - step: one bfloat16 per group;
-- mask: only if a mask was given, or if the tensor itself is one (bool, or uint8): blocks of 256 elements in 32 bytes.
+- mask: only if a mask was given, in blocks of 256 elements in 32 bytes.
+
+At 16 bits the codes are bfloat16 numbers, without minimum and step. The blob of an integer tensor, or of a mask
+itself, is blocks of 256 elements in ``32 * bits`` bytes.
 
 Element counts may be symbolic (``torch.SymInt``) throughout.
 """
@@ -15,22 +18,30 @@ from collections.abc import Sequence
 import torch
 
 __all__ = [
-    "MASK_BLOCK",
+    "BFLOAT16_BITS",
+    "INTEGER_BLOCK",
+    "INTEGER_DTYPES",
     "MASK_DTYPES",
+    "ROUNDINGS",
     "SOURCE_DTYPES",
     "blob_nbytes",
-    "check_codes",
     "check_compress",
     "check_decompress",
+    "check_rounding",
     "group_count",
-    "mask_nbytes",
+    "integers_nbytes",
+    "metadata_nbytes",
 ]
 
-SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.
 MASK_DTYPES = (torch.bool, torch.uint8)
-MASK_BLOCK = 256
+ROUNDINGS = ("stochastic", "dither", "nearest")
+INTEGER_BLOCK = 256
+BFLOAT16_BITS = 16
 _STEP_BYTES = 2
+_DTYPES = "float32, bfloat16, float16, float64, or bool or an integer to be packed exactly"
 
 
 def group_count(numel: int, group_size: int) -> int:
@@ -38,9 +49,14 @@ def group_count(numel: int, group_size: int) -> int:
     return (numel + group_size - 1) // group_size
 
 
-def mask_nbytes(numel: int) -> int:
-    """Return the bytes of a packed mask of ``numel`` elements: 32 for every 256 elements begun."""
-    return group_count(numel, MASK_BLOCK) * (MASK_BLOCK // 8)
+def integers_nbytes(numel: int, bits: int = 1) -> int:
+    """Return the bytes of packed integers, or at one bit of a mask: ``32 * bits`` for every 256 elements begun."""
+    return group_count(numel, INTEGER_BLOCK) * (INTEGER_BLOCK // 8 * bits)
+
+
+def metadata_nbytes(dtype: torch.dtype, bits: int) -> int:
+    """Return the bytes of one group's minimum and step."""
+    return 0 if bits == BFLOAT16_BITS else dtype.itemsize + _STEP_BYTES
 
 
 def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask_numel: int = 0) -> int:
@@ -48,51 +64,60 @@ def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask
 
     Args:
         numel: elements of the tensor; int or SymInt.
-        dtype: float32, bfloat16, float16, or a mask's bool or uint8 (then ``bits`` and ``group_size`` do not matter).
-        bits: width of a code, 1 to 8.
+        dtype: one of `SOURCE_DTYPES` or `INTEGER_DTYPES` (for these ``group_size`` does not matter).
+        bits: width of a code: 1 to 8, for float32 also 16; 1 for bool, 1 to 16 for other integers.
         group_size: elements that share a minimum and a step, a power of two from 32 to 1024.
         mask_numel: elements of the mask that is appended; int or SymInt.
     """
-    if dtype in MASK_DTYPES:
-        return mask_nbytes(numel)
-    bytes_per_group = group_size * bits // 8 + dtype.itemsize + _STEP_BYTES
-    return group_count(numel, group_size) * bytes_per_group + mask_nbytes(mask_numel)
+    if dtype in INTEGER_DTYPES:
+        return integers_nbytes(numel, 1 if dtype == torch.bool else bits)
+    per_group = group_size * bits // 8 + metadata_nbytes(dtype, bits)
+    return group_count(numel, group_size) * per_group + integers_nbytes(mask_numel)
 
 
-def check_codes(op: str, bits: int, group_size: int) -> None:
-    """Raise ValueError unless ``bits`` and ``group_size`` are ones that the format has; ``op`` names the caller."""
-    if not 1 <= bits <= 8:
-        raise ValueError(f"gact_fx.{op}: bits must lie in [1, 8], got {bits}")
+def check_rounding(op: str, rounding: str, bits: int) -> None:
+    """Raise ValueError unless ``rounding`` is one that codes of this width can have; ``op`` names the caller."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"gact_fx.{op}: rounding must be one of {ROUNDINGS}, got {rounding!r}")
+    if rounding == "dither" and bits == BFLOAT16_BITS:
+        raise ValueError(f"gact_fx.{op}: rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'")
+
+
+def _check_codes(op: str, dtype: torch.dtype, bits: int, group_size: int, rounding: str) -> None:
+    if dtype in INTEGER_DTYPES:
+        if dtype != torch.bool and not 1 <= bits <= 16:
+            raise ValueError(f"gact_fx.{op}: bits must lie in [1, 16] for integers, got {bits}")
+        return
+    if bits == BFLOAT16_BITS and dtype != torch.float32:
+        raise ValueError(f"gact_fx.{op}: 16 bits (bfloat16) are for float32 tensors, got {dtype}")
+    if not 1 <= bits <= 8 and bits != BFLOAT16_BITS:
+        raise ValueError(f"gact_fx.{op}: bits must lie in [1, 8], or be 16 for bfloat16, got {bits}")
     if not 32 <= group_size <= 1024 or group_size & (group_size - 1):
         raise ValueError(f"gact_fx.{op}: group_size must be a power of two in [32, 1024], got {group_size}")
+    check_rounding(op, rounding, bits)
 
 
-def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None) -> None:
+def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None, rounding: str) -> None:
     """Raise ValueError unless the arguments of ``compress`` fit each other."""
-    if x.dtype in MASK_DTYPES:
-        if bits != 1:
-            raise ValueError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
-        if mask is not None:
-            raise ValueError("gact_fx.compress: mask must be None where the tensor is a mask itself")
-        return
-    if x.dtype not in SOURCE_DTYPES:
-        raise ValueError(
-            f"gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {x.dtype}"
-        )
-    check_codes("compress", bits, group_size)
+    if x.dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
+        raise ValueError(f"gact_fx.compress: dtype must be {_DTYPES}, got {x.dtype}")
+    if x.dtype == torch.bool and bits != 1:
+        raise ValueError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
+    if x.dtype in INTEGER_DTYPES and mask is not None:
+        raise ValueError("gact_fx.compress: mask must be None where the tensor is a mask or integer itself")
+    _check_codes("compress", x.dtype, bits, group_size, rounding)
     if mask is not None and mask.dtype not in MASK_DTYPES:
         raise ValueError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")
     if mask is not None and mask.device != x.device:
         raise ValueError(f"gact_fx.compress: mask must lie on {x.device}, got {mask.device}")
 
 
-def check_decompress(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, group_size: int) -> None:
+def check_decompress(
+    blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, group_size: int, rounding: str
+) -> None:
     """Raise ValueError unless the arguments of ``decompress`` fit each other; sizes against bytes are not compared."""
     if blob.dtype != torch.uint8 or blob.dim() != 1:
         raise ValueError(f"gact_fx.decompress: blob must be a 1-D uint8 tensor, got {blob.dim()}-D {blob.dtype}")
-    if dtype not in (*MASK_DTYPES, *SOURCE_DTYPES):
-        raise ValueError(
-            f"gact_fx.decompress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask, got {dtype}"
-        )
-    if dtype not in MASK_DTYPES:
-        check_codes("decompress", bits, group_size)
+    if dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
+        raise ValueError(f"gact_fx.decompress: dtype must be {_DTYPES}, got {dtype}")
+    _check_codes("decompress", dtype, bits, group_size, rounding)

@@ -11,7 +11,7 @@ import torch
 from gact_fx import ops, reference
 from gact_fx.codec_layout import blob_nbytes
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="gact_fx._C is not built")
 
 
@@ -73,18 +73,27 @@ def test_every_instruction_set(capability: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((torch.zeros(4), 9, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], got 9"),
-        ((torch.zeros(4), 0, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], got 0"),
+        ((torch.zeros(4), 9, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], or be 16 for bfloat16, got 9"),
+        ((torch.zeros(4), 0, 256, 0), r"gact_fx.compress: bits must lie in \[1, 8\], or be 16 for bfloat16, got 0"),
         ((torch.zeros(4), 4, 100, 0), r"gact_fx.compress: group_size must be a power of two in \[32, 1024\], got 100"),
         ((torch.zeros(4), 4, 2048, 0), "gact_fx.compress: group_size must be a power of two"),
         ((torch.zeros(4), 4, -64, 0), "gact_fx.compress: group_size must be a power of two"),
         (
-            (torch.zeros(4).double(), 4, 256, 0),
-            "gact_fx.compress: dtype must be float32, bfloat16, float16, or bool or uint8 for a mask",
+            (torch.zeros(4, dtype=torch.complex64), 4, 256, 0),
+            "gact_fx.compress: dtype must be float32, bfloat16, float16, float64, or bool or an integer to be packed",
         ),
         ((torch.zeros(4).bool(), 2, 256, 0), "gact_fx.compress: bits must be 1 for a mask, got 2"),
         ((torch.zeros(4).bool(), 1, 256, 0, torch.zeros(4).bool()), "gact_fx.compress: mask must be None"),
         ((torch.zeros(4), 4, 256, 0, torch.zeros(4)), "gact_fx.compress: mask must have dtype bool"),
+        ((torch.zeros(4).int(), 17, 256, 0), r"gact_fx.compress: bits must lie in \[1, 16\] for integers, got 17"),
+        ((torch.zeros(4).int(), 3, 256, 0, torch.zeros(4).bool()), "gact_fx.compress: mask must be None"),
+        ((torch.tensor([1, 8]), 3, 256, 0), r"gact_fx.compress: integers must lie in \[0, 8\) at 3 bits"),
+        ((torch.tensor([1, -1]), 3, 256, 0), r"gact_fx.compress: integers must lie in \[0, 8\) at 3 bits"),
+        ((torch.tensor([2, 256]), 8, 256, 0), r"gact_fx.compress: integers must lie in \[0, 256\) at 8 bits"),
+        ((torch.tensor([2, 2**40]), 16, 256, 0), r"gact_fx.compress: integers must lie in \[0, 65536\)"),
+        ((torch.zeros(4).half(), 16, 256, 0), r"gact_fx.compress: 16 bits \(bfloat16\) are for float32 tensors"),
+        ((torch.zeros(4), 4, 256, 0, None, "up"), "gact_fx.compress: rounding must be one of .*, got 'up'"),
+        ((torch.zeros(4), 16, 256, 0, None, "dither"), "gact_fx.compress: rounding 'dither' needs bits in"),
     ],
 )
 def test_compress_errors(module: object, arguments: tuple[object, ...], message: str) -> None:
@@ -101,11 +110,18 @@ def test_compress_errors(module: object, arguments: tuple[object, ...], message:
         ((torch.zeros(999), (4,), torch.float32, 4, 256), "blob must be a 1-D uint8 tensor"),
         ((torch.zeros(9, 9).byte(), (4,), torch.float32, 4, 256), "blob must be a 1-D uint8 tensor, got 2-D"),
         (
-            (torch.zeros(999).byte(), (4,), torch.int32, 4, 256),
-            "dtype must be float32, bfloat16, float16, or bool or uint8 for a mask",
+            (torch.zeros(999).byte(), (4,), torch.complex64, 4, 256),
+            "dtype must be float32, bfloat16, float16, float64, or bool or an integer to be packed",
         ),
         ((torch.zeros(999).byte(), (-4,), torch.float32, 4, 256), "size must not be negative"),
-        ((torch.zeros(999).byte(), (4,), torch.float32, 9, 256), r"bits must lie in \[1, 8\], got 9"),
+        (
+            (torch.zeros(999).byte(), (4,), torch.float32, 9, 256),
+            r"bits must lie in \[1, 8\], or be 16 for bfloat16, got 9",
+        ),
+        ((torch.zeros(999).byte(), (4,), torch.int16, 17, 256), r"bits must lie in \[1, 16\] for integers, got 17"),
+        ((torch.zeros(999).byte(), (4,), torch.bfloat16, 16, 256), "16 bits .bfloat16. are for float32 tensors"),
+        ((torch.zeros(999).byte(), (4,), torch.float32, 4, 256, 0, "up"), "rounding must be one of .*, got 'up'"),
+        ((torch.zeros(999).byte(), (4,), torch.float32, 16, 256, 0, "dither"), "rounding 'dither' needs bits in"),
         ((torch.zeros(999).byte(), (4,), torch.float32, 4, 33), "group_size must be a power of two"),
     ],
 )

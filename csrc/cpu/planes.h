@@ -1,15 +1,18 @@
-// How codes are laid out in bytes.
+// How codes are laid out in bytes; gact_fx/packing.py states the same.
 //
-// A code of `bits` bits is split into planes of 4, 2 and 1 bits (or one of 8), low bits first. In a plane of `Width`
-// bits, byte j holds elements j, j + stride, j + 2 * stride, ... from its low bits upwards: no shuffles.
+// A code is split into planes of 4, 2 and 1 bits (or one of 8), low bits first. In a plane of `Width` bits, byte j
+// holds elements j, j + stride, j + 2 * stride, ... from its low bits upwards: no shuffles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "../codec.h"
 
 namespace gact::cpu {
+namespace {
 
 template <int Width, int Offset>
 GACT_INLINE uint8_t* pack_plane(const uint8_t* __restrict codes, int group_size, uint8_t* __restrict out) {
@@ -52,4 +55,13 @@ GACT_INLINE void unpack(const uint8_t* in, int group_size, uint8_t* codes) {
   if constexpr (Bits & 1) in = unpack_plane<1, Bits & 6>(in, group_size, codes);
 }
 
+// Calls f(std::integral_constant<int, bits>), bits from 1 to 8.
+template <class F>
+GACT_INLINE void with_bits(int bits, F&& f) {
+  [&]<int... Less>(std::integer_sequence<int, Less...>) {
+    (void)((bits == Less + 1 && (f(std::integral_constant<int, Less + 1>()), true)) || ...);
+  }(std::make_integer_sequence<int, 8>());
+}
+
+}  // namespace
 }  // namespace gact::cpu

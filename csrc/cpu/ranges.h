@@ -1,0 +1,293 @@
+// The kernels over a range of groups, to be compiled once per instruction set: `make_kernels<Elements, Small>()`, where
+// `Small` has the inner loops for groups that are too short for those of `Elements`.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../kernels.h"
+#include "groups.h"
+#include "instruction_sets.h"
+#include "planes.h"
+#include "walk.h"
+
+namespace gact::cpu {
+namespace {
+
+constexpr int kSmallGroup = 32;
+
+template <class Bits>
+GACT_INLINE Bits load(const uint8_t* from, int64_t index) {
+  Bits bits;
+  memcpy(&bits, from + index * int64_t(sizeof(Bits)), sizeof(Bits));
+  return bits;
+}
+
+template <class Bits>
+GACT_INLINE void store(uint8_t* to, int64_t index, Bits bits) {
+  memcpy(to + index * int64_t(sizeof(Bits)), &bits, sizeof(Bits));
+}
+
+// The elements of a group; the last group is filled up by repeating an element, which leaves its extremes as they are.
+template <class Element>
+GACT_INLINE const Element* next_group(Walk<Element>& walk, int64_t left, int group_size, Element* buffer) {
+  if (left >= group_size) return walk.next(group_size, buffer);
+  const Element* x = walk.next(left, buffer);
+  const Element first = x[0];
+  for (int j = 0; j < group_size; ++j) buffer[j] = j < left ? x[j] : first;
+  return buffer;
+}
+
+// Groups are taken in tiles, each step for all groups of a tile before the next: the steps of one group wait for each
+// other (extremes, division, hashes), those of several groups overlap.
+constexpr int kTileElements = 2048;
+constexpr int kTileGroups = kTileElements / 128;
+
+GACT_INLINE int tile_groups(int group_size) {
+  const int groups = kTileElements / group_size;
+  return groups < kTileGroups ? groups : kTileGroups;
+}
+
+GACT_INLINE void prefetch(const void* from, int nbytes) {
+#if defined(__GNUC__)
+  for (int i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
+#endif
+}
+
+template <class Elements, Rounding rounding, class Format>
+void compress_range(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
+  using Element = typename Format::Bits;
+  using Real = typename Format::Real;
+  const int group_size = codec.group_size, bits = codec.bits;
+  const int64_t packed_nbytes = group_size * bits / 8;
+  const uint32_t seed = seed_key(codec.seed);
+  Walk<Element> walk(values, begin * group_size);
+  Element buffer[kTileElements];
+  uint8_t codes[kMaxGroupSize];
+  const Element* x[kTileGroups];
+  Extremes<Real> extremes[kTileGroups];
+  Metadata<Format> metadata[kTileGroups];
+  uint32_t key[kTileGroups];
+  for (int64_t tile = begin; tile < end; tile += tile_groups(group_size)) {
+    const int count = int(end - tile < tile_groups(group_size) ? end - tile : tile_groups(group_size));
+    for (int i = 0; i < count; ++i) {
+      x[i] = next_group(walk, blob.numel - (tile + i) * group_size, group_size, buffer + i * group_size);
+      extremes[i] = Elements::template find_extremes<Format>(x[i], group_size);
+    }
+    for (int i = 0; i < count; ++i) {
+      const Real minimum = extremes[i].minimum + Real(0);  // -0.0 becomes +0.0
+      metadata[i] = {Format::encode(minimum), encode_step(Real(extremes[i].maximum - minimum), (1 << bits) - 1)};
+      key[i] = group_key(seed, uint64_t(tile + i), metadata[i].minimum, metadata[i].step);
+    }
+    for (int i = 0; i < count; ++i) {
+      const int64_t group = tile + i, left = blob.numel - group * group_size;
+      prefetch(x[i] + count * group_size, group_size * sizeof(Element));
+      if (extremes[i].is_irregular) {
+        metadata[i] = compress_irregular<rounding, Format>(x[i], bits, group_size, seed, group, codes);
+      } else {
+        const auto scale = regular_scale(metadata[i], bits);
+        Elements::template quantize_all<rounding, Format>(x[i], group_size, scale, key[i], codes);
+      }
+      if (left < group_size) memset(codes + left, 0, group_size - left);
+      store(blob.minimum, group, metadata[i].minimum);
+      store(blob.step, group, metadata[i].step);
+      with_bits(bits, [&](auto b) { pack<b()>(codes, group_size, blob.codes + group * packed_nbytes); });
+    }
+  }
+}
+
+template <class Elements, Rounding rounding, class Format>
+void decompress_range(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
+  using Element = typename Format::Bits;
+  const int group_size = codec.group_size, bits = codec.bits;
+  const int64_t packed_nbytes = group_size * bits / 8;
+  const uint32_t seed = seed_key(codec.seed);
+  Element buffer[kMaxGroupSize];
+  uint8_t codes[kMaxGroupSize];
+  Metadata<Format> metadata[kTileGroups];
+  uint32_t key[kTileGroups] = {};
+  for (int64_t tile = begin; tile < end; tile += kTileGroups) {
+    const int count = int(end - tile < kTileGroups ? end - tile : kTileGroups);
+    for (int i = 0; i < count; ++i) {
+      metadata[i] = {load<Element>(blob.minimum, tile + i), load<uint16_t>(blob.step, tile + i)};
+      if constexpr (rounding == Rounding::kDither) {
+        key[i] = group_key(seed, uint64_t(tile + i), metadata[i].minimum, metadata[i].step);
+      }
+    }
+    for (int i = 0; i < count; ++i) {
+      const int64_t group = tile + i, left = blob.numel - group * group_size;
+      Element* const target = static_cast<Element*>(values) + group * group_size;
+      Element* const x = left < group_size ? buffer : target;
+      with_bits(bits, [&](auto b) { unpack<b()>(blob.codes + group * packed_nbytes, group_size, codes); });
+      if (metadata[i].step & kIrregular) {
+        decompress_irregular<rounding, Format>(codes, bits, group_size, metadata[i], key[i], x);
+      } else {
+        const auto scale = regular_scale(metadata[i], bits);
+        Elements::template dequantize_all<rounding, Format>(codes, group_size, scale, key[i], x);
+      }
+      if (left < group_size) memcpy(target, buffer, left * sizeof(Element));
+    }
+  }
+}
+
+// ---- 16 bits -----------------------------------------------------------------------------------------------------
+
+template <Rounding rounding>
+void compress_bfloat16_range(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
+  const int group_size = codec.group_size;
+  const uint32_t seed = seed_key(codec.seed);
+  Walk<uint32_t> walk(values, begin * group_size);
+  uint32_t buffer[kMaxGroupSize];
+  uint16_t codes[kMaxGroupSize];
+  for (int64_t group = begin; group < end; ++group) {
+    const int64_t left = blob.numel - group * group_size;
+    const uint32_t* x = next_group(walk, left, group_size, buffer);
+    const uint32_t key = group_key(seed, uint64_t(group), uint32_t(0), 0);
+    for (int j = 0; j < group_size; ++j) codes[j] = round_to_bfloat16<rounding>(x[j], key, uint32_t(j));
+    if (left < group_size) memset(codes + left, 0, (group_size - left) * sizeof(codes[0]));
+    memcpy(blob.codes + group * group_size * 2, codes, group_size * sizeof(codes[0]));
+  }
+}
+
+inline void decompress_bfloat16_range(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
+  const int64_t last = end * codec.group_size;
+  uint8_t* const to = static_cast<uint8_t*>(values);
+  for (int64_t i = begin * codec.group_size; i < (last < blob.numel ? last : blob.numel); ++i) {
+    store(to, i, uint32_t(load<uint16_t>(blob.codes, i)) << 16);
+  }
+}
+
+// ---- Integers ----------------------------------------------------------------------------------------------------
+
+template <class Element>
+bool pack_integers_range(const Element* values, const Integers& integers, uint8_t* packed, int64_t begin, int64_t end) {
+  Element all = 0;
+  for (int64_t block = begin; block < end; ++block) {
+    uint8_t low[kIntegerBlock] = {}, high[kIntegerBlock] = {};
+    const Element* x = values + block * kIntegerBlock;
+    const int64_t left = integers.numel - block * kIntegerBlock;
+    const int count = left < kIntegerBlock ? int(left) : kIntegerBlock;
+    if (integers.is_mask) {
+      for (int j = 0; j < count; ++j) low[j] = x[j] != 0;
+    } else {
+      for (int j = 0; j < count; ++j) {
+        all |= x[j];
+        low[j] = uint8_t(x[j]);
+        high[j] = uint8_t(uint64_t(x[j]) >> 8);
+      }
+    }
+    uint8_t* to = packed + block * (kIntegerBlock / 8 * integers.bits);
+    const int low_bits = integers.bits < 8 ? integers.bits : 8;
+    with_bits(low_bits, [&](auto bits) { pack<bits()>(low, kIntegerBlock, to); });
+    with_bits(integers.bits - 8, [&](auto bits) { pack<bits()>(high, kIntegerBlock, to + kIntegerBlock); });
+  }
+  return uint64_t(all) >> integers.bits == 0;
+}
+
+template <class Element>
+void unpack_integers_range(const uint8_t* packed, const Integers& integers, Element* values, int64_t begin,
+                           int64_t end) {
+  for (int64_t block = begin; block < end; ++block) {
+    uint8_t low[kIntegerBlock], high[kIntegerBlock] = {};
+    Element* const x = values + block * kIntegerBlock;
+    const int64_t left = integers.numel - block * kIntegerBlock;
+    const int count = left < kIntegerBlock ? int(left) : kIntegerBlock;
+    const uint8_t* from = packed + block * (kIntegerBlock / 8 * integers.bits);
+    const int low_bits = integers.bits < 8 ? integers.bits : 8;
+    with_bits(low_bits, [&](auto bits) { unpack<bits()>(from, kIntegerBlock, low); });
+    with_bits(integers.bits - 8, [&](auto bits) { unpack<bits()>(from + kIntegerBlock, kIntegerBlock, high); });
+    for (int j = 0; j < count; ++j) x[j] = Element(low[j] | high[j] << 8);
+  }
+}
+
+// ---- Choosing an instance ----------------------------------------------------------------------------------------
+
+template <class F>
+void with_format(Source source, F&& f) {
+  switch (source) {
+    case Source::kFloat32:
+      return f(Float32());
+    case Source::kBFloat16:
+      return f(BFloat16());
+    case Source::kFloat16:
+      return f(Float16());
+    case Source::kFloat64:
+      return f(Float64());
+  }
+}
+
+template <class F>
+void with_rounding(Rounding rounding, F&& f) {
+  switch (rounding) {
+    case Rounding::kStochastic:
+      return f(std::integral_constant<Rounding, Rounding::kStochastic>());
+    case Rounding::kDither:
+      return f(std::integral_constant<Rounding, Rounding::kDither>());
+    case Rounding::kNearest:
+      return f(std::integral_constant<Rounding, Rounding::kNearest>());
+  }
+}
+
+template <class F>
+void with_unsigned(int itemsize, F&& f) {
+  switch (itemsize) {
+    case 1:
+      return f(uint8_t());
+    case 2:
+      return f(uint16_t());
+    case 4:
+      return f(uint32_t());
+    default:
+      return f(uint64_t());
+  }
+}
+
+template <class Elements, class Small>
+Kernels make_kernels(const char* name) {
+  Kernels kernels;
+  kernels.name = name;
+  kernels.compress = [](const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
+    with_rounding(codec.rounding, [&](auto rounding) {
+      constexpr Rounding r = rounding();
+      if (codec.bits == kBFloat16Bits) return compress_bfloat16_range<r>(values, codec, blob, begin, end);
+      with_format(codec.source, [&](auto format) {
+        using Format = decltype(format);
+        if (codec.group_size == kSmallGroup) return compress_range<Small, r, Format>(values, codec, blob, begin, end);
+        compress_range<Elements, r, Format>(values, codec, blob, begin, end);
+      });
+    });
+  };
+  kernels.decompress = [](const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
+    if (codec.bits == kBFloat16Bits) return decompress_bfloat16_range(blob, codec, values, begin, end);
+    with_rounding(codec.rounding, [&](auto rounding) {
+      constexpr Rounding r = rounding();
+      // Codes are read in the same way however they were rounded, but for dither.
+      constexpr Rounding read = r == Rounding::kDither ? r : Rounding::kStochastic;
+      with_format(codec.source, [&](auto format) {
+        using Format = decltype(format);
+        if (codec.group_size == kSmallGroup)
+          return decompress_range<Small, read, Format>(blob, codec, values, begin, end);
+        decompress_range<Elements, read, Format>(blob, codec, values, begin, end);
+      });
+    });
+  };
+  kernels.pack_integers = [](const void* values, const Integers& integers, uint8_t* packed, int64_t begin,
+                             int64_t end) {
+    bool inside = true;
+    with_unsigned(integers.itemsize, [&](auto element) {
+      using Element = decltype(element);
+      inside = pack_integers_range(static_cast<const Element*>(values), integers, packed, begin, end);
+    });
+    return inside;
+  };
+  kernels.unpack_integers = [](const uint8_t* packed, const Integers& integers, void* values, int64_t begin,
+                               int64_t end) {
+    with_unsigned(integers.itemsize, [&](auto element) {
+      unpack_integers_range(packed, integers, static_cast<decltype(element)*>(values), begin, end);
+    });
+  };
+  return kernels;
+}
+
+}  // namespace
+}  // namespace gact::cpu

@@ -1,0 +1,244 @@
+"""The arithmetic of the codec in PyTorch, on groups of elements: what ``csrc/codec.h`` states in C++, bit by bit.
+
+Everything here is a function without branches on data or loops over it, so that a compiler can fuse it. 32-bit words
+are held in int32, whose products wrap around.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["dequantize", "noise_key", "quantize", "round_to_bfloat16"]
+
+FRACTION = 22  # bits below one step with which elements are rounded: 8 + 22 fit an int32
+_MIN_STEP = 2.0**-100  # keeps 1/step far from overflow
+_IRREGULAR = 0x8000  # sign bit of a stored step
+_GOLDEN = 0x9E3779B9
+_PAIR = 32  # elements i and i + 32 of every 64 share a hash, of which two products are taken
+_FIRST, _SECOND = 0x846CA68B - 2**32, 0x846CA68B * 747796405 % 2**32
+# Magnitudes from which a group is irregular: below them neither ranges nor decoded values overflow.
+_LIMIT = {torch.float64: 2.0**125, torch.float32: 2.0**125, torch.bfloat16: 2.0**125, torch.float16: 2.0**14}
+
+
+# ---- Words and noise ---------------------------------------------------------------------------------------------
+
+
+def _signed(word: int) -> int:
+    """Return the low 32 bits as the int32 that has them."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Shift in zeros, where int32's own shift repeats the sign."""
+    return x >> count & (1 << 32 - count) - 1
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Hash int32 words (lowbias32, C. Wellons 2018), from the start to before its last product."""
+    x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
+    return x ^ _shift_right(x, 15)
+
+
+def _chain(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
+    x = _mix(key ^ word) * _FIRST
+    return x ^ _shift_right(x, 16)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floats: int64 for float64, otherwise int32, zeros in front of 16 bits."""
+    if x.dtype == torch.float64:
+        return x.view(torch.int64)
+    return x.view(torch.int32) if x.dtype == torch.float32 else x.view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def floats_of(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Invert `bits_of`."""
+    return (bits.to(torch.int16) if dtype.itemsize == 2 else bits).view(dtype)
+
+
+def noise_key(seed: int, groups: torch.Tensor, minimum: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return the groups' keys (int32) from their indices (int64) and the bits of their metadata."""
+    key = torch.zeros_like(groups, dtype=torch.int32)
+    for word in (_signed(seed), _signed(seed >> 32), groups.to(torch.int32), (groups >> 32).to(torch.int32)):
+        key = _chain(key, word)
+    key = _chain(key, minimum.to(torch.int32))
+    if minimum.dtype == torch.int64:
+        key = _chain(key, (minimum >> 32).to(torch.int32))
+    return _chain(key, step)
+
+
+def _noise(key: torch.Tensor, size: int, rounding: str) -> torch.Tensor:
+    """Return noise of FRACTION bits, int32 (groups, size); to nearest, half a step."""
+    if rounding == "nearest":
+        return torch.full((key.shape[0], size), 1 << FRACTION - 1, dtype=torch.int32, device=key.device)
+    element = torch.arange(size, device=key.device, dtype=torch.int32)
+    second = (element & _PAIR) != 0
+    pair = element - (element // (2 * _PAIR)) * _PAIR - torch.where(second, _PAIR, 0)
+    words = _mix(key[:, None] + pair.to(torch.int32) * _signed(_GOLDEN))
+    return _shift_right(words * torch.where(second, _SECOND, _FIRST).to(torch.int32), 32 - FRACTION)
+
+
+# ---- Groups ------------------------------------------------------------------------------------------------------
+
+
+def quantize(
+    x: torch.Tensor, bits: int, seed: int, groups: torch.Tensor, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize groups of elements.
+
+    Args:
+        x: (groups, group_size), float32, float64, bfloat16 or float16.
+        bits: width of a code, 1 to 8.
+        seed: 64 bits that the noise depends on.
+        groups: the groups' indices, int64.
+        rounding: "stochastic", "dither" or "nearest"; the first two give the same codes.
+
+    Returns:
+        Codes, int32 (groups, group_size); the minima's bits as `bits_of` gives them; the steps' 16 bits, int32.
+    """
+    values = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    finite = values.isfinite()
+    low = torch.where(finite, values, math.inf).amin(dim=1)
+    high = torch.where(finite, values, -math.inf).amax(dim=1)
+    none = low > high
+    low = torch.where(none | (low == 0), 0.0, low)  # -0.0 becomes +0.0
+    high = torch.where(none, 0.0, high)
+    kinds = _kinds(x, bits)
+    limit = _LIMIT[x.dtype]
+    irregular = (values.isnan() | values.isinf()).any(dim=1) | (low <= -limit) | (high >= limit)
+    levels = _levels(irregular, kinds, bits)
+    quarter = torch.where(irregular, 0.25, 1.0).to(values.dtype)
+    step_bits = _encode_step(high * quarter - low * quarter, levels, irregular, kinds)
+    step = _decode_step(step_bits, values.dtype)
+    inverse = torch.where(step == 0, 0.0, torch.full_like(step, 2.0**FRACTION) / step)
+    minimum_bits = bits_of(low.to(x.dtype))
+
+    noise = _noise(noise_key(seed, groups, minimum_bits, step_bits), x.shape[1], rounding)
+    offset = torch.where(finite, values, low[:, None]) * quarter[:, None] - (low * quarter)[:, None]
+    fixed = (offset * inverse[:, None]).round().to(torch.int32)
+    codes = (fixed + noise >> FRACTION).minimum(levels[:, None])
+    nonfinite = levels[:, None] + 1 + _position_of(values, kinds)
+    return torch.where(finite, codes, nonfinite), minimum_bits, step_bits
+
+
+def dequantize(
+    codes: torch.Tensor,
+    minimum_bits: torch.Tensor,
+    step_bits: torch.Tensor,
+    dtype: torch.dtype,
+    bits: int,
+    seed: int,
+    groups: torch.Tensor,
+    rounding: str,
+) -> torch.Tensor:
+    """Return the values (groups, group_size) of codes; arguments as `quantize` takes and returns them."""
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    irregular, kinds = step_bits >= _IRREGULAR, step_bits & 7
+    levels = _levels(irregular, kinds, bits)
+    quarter = torch.where(irregular, 0.25, 1.0).to(real)
+    minimum = floats_of(minimum_bits, dtype).to(real) * quarter
+    step = _decode_step(step_bits, real)
+    if rounding == "dither":
+        noise = _noise(noise_key(seed, groups, minimum_bits, step_bits), codes.shape[1], rounding)
+        codes_or_fixed = (codes << FRACTION) + ((1 << FRACTION - 1) - noise)
+        step = step * 2.0**-FRACTION
+    else:
+        codes_or_fixed = codes
+    values = (minimum[:, None] + codes_or_fixed.to(real) * step[:, None]) * (1.0 / quarter)[:, None]
+    largest = torch.finfo(dtype).max
+    values = values.clamp(-largest, largest).to(dtype)
+    return _restore_nonfinite(values, codes - levels[:, None] - 1, irregular, kinds)
+
+
+def _encode_step(
+    range_: torch.Tensor, levels: torch.Tensor, irregular: torch.Tensor, kinds: torch.Tensor
+) -> torch.Tensor:
+    """Return the steps' 16 bits: rounded up to 8 bits of mantissa, in irregular groups to what 12 bits hold."""
+    is_double = range_.dtype == torch.float64
+    step = (range_ / levels.clamp(min=1).to(range_.dtype)).clamp(min=_MIN_STEP)
+    word = bits_of(step)
+    kept = 45 if is_double else 16
+    regular = _round_up(word, kept) - (1023 - 127 << 7 if is_double else 0)
+    dropped = _round_up(word, _dropped(range_.dtype))
+    flat = (range_ == 0) | (levels == 0)
+    quarters = _IRREGULAR | torch.where(flat, 0, dropped) << 3 | kinds
+    return torch.where(irregular, quarters, torch.where(flat, 0, regular)).to(torch.int32)
+
+
+def _round_up(word: torch.Tensor, count: int) -> torch.Tensor:
+    return word + ((1 << count) - 1) >> count
+
+
+def _dropped(real: torch.dtype) -> int:
+    """Mantissa bits of an irregular group's step that are not stored: 4 are, beside float64's exponent 1."""
+    return 51 if real == torch.float64 else 19
+
+
+def _decode_step(step_bits: torch.Tensor, real: torch.dtype) -> torch.Tensor:
+    irregular = step_bits >= _IRREGULAR
+    regular = (torch.where(irregular, 0, step_bits) << 16).view(torch.float32).to(real)
+    word = (step_bits >> 3 & 0xFFF).to(torch.int64 if real == torch.float64 else torch.int32)
+    return torch.where(irregular, (word << _dropped(real)).view(real), regular)
+
+
+# ---- Non-finite elements, see csrc/codec.h -----------------------------------------------------------------------
+
+
+def _kinds(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the groups' sets of non-finite kinds that the codes tell apart: bit 0 NaN, 1 +Inf, 2 -Inf."""
+    nan, positive, negative = (kind.any(dim=1).to(torch.int32) for kind in (x.isnan(), x == math.inf, x == -math.inf))
+    kinds = nan | positive << 1 | negative << 2
+    return torch.where(_count(kinds) < 1 << bits, kinds, 1)
+
+
+def _count(kinds: torch.Tensor) -> torch.Tensor:
+    return (kinds & 1) + (kinds >> 1 & 1) + (kinds >> 2 & 1)
+
+
+def _levels(irregular: torch.Tensor, kinds: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the largest code of a finite value."""
+    return (1 << bits) - 1 - torch.where(irregular, _count(kinds), 0)
+
+
+def _positions(kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return where NaN, +Inf and -Inf stand among the kinds; one that is not in the set was merged into NaN."""
+    positive = torch.where((kinds >> 1 & 1) == 1, kinds & 1, 0)
+    negative = torch.where((kinds >> 2 & 1) == 1, (kinds & 1) + (kinds >> 1 & 1), 0)
+    return torch.zeros_like(kinds), positive, negative
+
+
+def _position_of(values: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    nan, positive, negative = (position[:, None] for position in _positions(kinds))
+    return torch.where(values == math.inf, positive, torch.where(values == -math.inf, negative, nan))
+
+
+def _restore_nonfinite(
+    values: torch.Tensor, beyond: torch.Tensor, irregular: torch.Tensor, kinds: torch.Tensor
+) -> torch.Tensor:
+    """Put the non-finite kinds where the codes go beyond the finite levels."""
+    for bit, (kind, position) in enumerate(zip((math.nan, math.inf, -math.inf), _positions(kinds), strict=True)):
+        present = irregular & ((kinds >> bit & 1) == 1)
+        values = values.masked_fill((beyond == position[:, None]) & present[:, None], kind)
+    return values
+
+
+# ---- 16 bits: float32 as bfloat16 --------------------------------------------------------------------------------
+
+
+def round_to_bfloat16(x: torch.Tensor, seed: int, groups: torch.Tensor, rounding: str) -> torch.Tensor:
+    """Return float32 (groups, group_size) as bfloat16's 16 bits, int32; the noise depends on the upper halves."""
+    word = x.view(torch.int32)
+    upper, magnitude = _shift_right(word, 16), word & 0x7FFFFFFF
+    if rounding == "nearest":
+        noise = 0x7FFF + (upper & 1)
+    else:
+        zero = torch.zeros_like(groups, dtype=torch.int32)
+        key = noise_key(seed, groups, zero, zero)
+        element = torch.arange(x.shape[1], device=x.device, dtype=torch.int32) * _signed(_GOLDEN)
+        noise = _shift_right(_mix(key[:, None] + element ^ upper) * _FIRST, 16)
+    rounded = _shift_right(word + noise, 16)
+    rounded = torch.where((rounded & 0x7FFF) < 0x7F80, rounded, rounded - 1)  # the largest, not infinity
+    nonfinite = torch.where(magnitude > 0x7F800000, upper | 0x40, upper)
+    return torch.where(magnitude < 0x7F800000, rounded, nonfinite)
