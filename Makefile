@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test check bench install clean
+.PHONY: demo test check bench cuda-check sanitize install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
@@ -15,7 +15,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp
 	rm -rf build/types && $(BIN)/python setup.py -q build_py --build-lib build/types
 	MYPYPATH=build/types $(BIN)/mypy -p gact_fx
 	MYPYPATH=build/types:examples $(BIN)/mypy benchmarks/*.py
@@ -27,9 +27,17 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/gradients.py --inner eager
 	$(BIN)/python benchmarks/step.py
 
+# The CUDA kernels for every architecture; needs nvcc, but neither torch with CUDA nor a GPU.
+cuda-check:
+	bash csrc/cuda/check.sh
+
+# The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in every instruction set that the machine has.
+sanitize: $(STAMP)
+	BIN=$(BIN) bash csrc/cpu/sanitize.sh
+
 install: $(STAMP)
 # The extension is built against the torch that is installed, hence no build isolation; torch 2.11 asks for setuptools < 82.
-$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu)
+$(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
 	$(BIN)/pip install "setuptools>=77,<82" wheel ninja

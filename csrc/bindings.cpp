@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #ifdef GACT_WITH_CUDA
@@ -62,7 +63,9 @@ Codec to_codec(const char* op, at::ScalarType dtype, int64_t bits, int64_t group
 Integers to_integers(const char* op, at::ScalarType dtype, int64_t bits, int64_t numel) {
   TORCH_CHECK_VALUE(dtype != at::kBool || bits == 1, "gact_fx.", op, ": bits must be 1 for a mask, got ", bits);
   TORCH_CHECK_VALUE(1 <= bits && bits <= 16, "gact_fx.", op, ": bits must lie in [1, 16] for integers, got ", bits);
-  return {int(at::elementSize(dtype)), int(bits), is_mask(dtype) && bits == 1, numel};
+  const int itemsize = int(at::elementSize(dtype));
+  const int value_bits = std::min(int(bits), 8 * itemsize - (at::isSignedType(dtype) ? 1 : 0));
+  return {itemsize, int(bits), value_bits, is_mask(dtype) && bits == 1, numel};
 }
 
 int64_t packed_nbytes(const Integers& integers) {
@@ -157,7 +160,7 @@ at::Tensor compress(const at::Tensor& x, int64_t bits, int64_t group_size, int64
   }
   const Codec codec = to_codec("compress", x.scalar_type(), bits, group_size, seed, rounding);
   at::Tensor mask_bytes;
-  Integers mask_integers = {1, 1, true, 0};
+  Integers mask_integers = {1, 1, 1, true, 0};
   if (mask) {
     TORCH_CHECK_VALUE(is_mask(mask->scalar_type()), "gact_fx.compress: mask must have dtype bool or uint8, got ",
                       mask->scalar_type());

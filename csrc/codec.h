@@ -166,13 +166,17 @@ GACT_INLINE Word mix(Word x) {
   return x;
 }
 
-// Its last product. A second multiplier gives a second word for little: the quotient of the two, 747796405, is a good
-// one for a congruential generator (L'Ecuyer, "Tables of linear congruential generators", 1999), so that pairs of words
-// fill the plane evenly.
-constexpr uint32_t kFirst = 0x846ca68bu, kSecond = 0x846ca68bu * 747796405u;
+// Multipliers of its last product. Four of them give four words for one hash: their quotient is a good multiplier of a
+// congruential generator (L'Ecuyer, "Tables of linear congruential generators of different sizes", 1999), so that the
+// four words fill their space evenly.
+constexpr int kShare = 4;
+
+GACT_INLINE constexpr uint32_t multiplier(int index) {
+  return 0x846ca68bu * (index & 1 ? 747796405u : 1u) * (index & 2 ? 747796405u * 747796405u : 1u);
+}
 
 GACT_INLINE uint32_t chain(uint32_t key, uint32_t word) {
-  const uint32_t x = mix(key ^ word) * kFirst;
+  const uint32_t x = mix(key ^ word) * multiplier(0);
   return x ^ x >> 16;
 }
 
@@ -187,24 +191,24 @@ GACT_INLINE uint32_t group_key(uint32_t seed_key, uint64_t group, Bits minimum, 
 }
 
 constexpr uint32_t kGolden = 0x9e3779b9u;
-constexpr uint32_t kPair = 32;  // elements i and i + kPair of every 2 * kPair share a hash
+constexpr uint32_t kShareStride = 16;  // elements i, i + 16, i + 32, i + 48 of every 64 share a hash
+constexpr uint32_t kShareBlock = kShare * kShareStride;
 
-// What the noise of an element is made from; `element` is the first of a pair.
-GACT_INLINE uint32_t pair_word(uint32_t group_key, uint32_t element) {
-  return group_key + (element - element / (2 * kPair) * kPair) * kGolden;
+// What the hash is taken of.
+GACT_INLINE uint32_t element_word(uint32_t group_key, uint32_t element) {
+  return group_key + (element / kShareBlock * kShareStride + element % kShareStride) * kGolden;
 }
 
-// Uniform over the kFraction bits below one step; half a step when rounding to nearest. `mixed` is mix(pair_word).
+// Uniform over the kFraction bits below one step; half a step when rounding to nearest. `mixed` is mix(element_word).
 template <Rounding rounding, class Int = int32_t, class Word>
-GACT_INLINE Int noise(Word mixed, uint32_t multiplier) {
+GACT_INLINE Int noise(Word mixed, int share) {
   if constexpr (rounding == Rounding::kNearest) return Int{} + kHalf;
-  return (Int)((mixed * multiplier) >> (32 - kFraction));
+  return (Int)((mixed * multiplier(share)) >> (32 - kFraction));
 }
 
 template <Rounding rounding>
 GACT_INLINE int32_t element_noise(uint32_t group_key, uint32_t element) {
-  const bool second = element & kPair;
-  return noise<rounding>(mix(pair_word(group_key, second ? element - kPair : element)), second ? kSecond : kFirst);
+  return noise<rounding>(mix(element_word(group_key, element)), int(element / kShareStride % kShare));
 }
 
 // ---- Groups ------------------------------------------------------------------------------------------------------
@@ -374,8 +378,9 @@ template <Rounding rounding>
 GACT_INLINE uint16_t round_to_bfloat16(uint32_t x, uint32_t group_key, uint32_t element) {
   const uint32_t upper = x >> 16, magnitude = x & 0x7fffffff;
   if (magnitude >= Float32::kInfinity) return uint16_t(magnitude > Float32::kInfinity ? upper | 0x40 : upper);
-  const uint32_t noise = rounding == Rounding::kNearest ? 0x7fff + (upper & 1)
-                                                        : mix((group_key + element * kGolden) ^ upper) * kFirst >> 16;
+  const uint32_t noise = rounding == Rounding::kNearest
+                             ? 0x7fff + (upper & 1)
+                             : mix((group_key + element * kGolden) ^ upper) * multiplier(0) >> 16;
   const uint32_t rounded = (x + noise) >> 16;
   return uint16_t((rounded & 0x7fff) < BFloat16::kInfinity ? rounded : rounded - 1);  // the largest, not infinity
 }

@@ -41,10 +41,12 @@ struct Strided {
 };
 
 // Integers of `itemsize` bytes, packed at `bits` (1 to 16) each in blocks of kIntegerBlock elements; `is_mask`: nonzero
-// elements are ones.
+// elements are ones. Elements lie in [0, 2^value_bits), which is less than [0, 2^bits) where bit `bits` would be a
+// sign.
 struct Integers {
   int itemsize;
   int bits;
+  int value_bits;
   bool is_mask;
   int64_t numel;
 };
@@ -53,7 +55,7 @@ namespace cpu {
 
 void compress(const Strided& values, const Codec& codec, const Blob& blob);
 void decompress(const Blob& blob, const Codec& codec, void* values);
-// Returns whether all integers were in [0, 2^bits).
+// Returns whether all integers were in [0, 2^value_bits).
 bool pack_integers(const void* values, const Integers& integers, uint8_t* packed);
 void unpack_integers(const uint8_t* packed, const Integers& integers, void* values);
 
@@ -69,7 +71,7 @@ namespace cuda {
 bool reads(const Strided& values, const Codec& codec);
 void compress(const Strided& values, const Codec& codec, const Blob& blob, void* stream);
 void decompress(const Blob& blob, const Codec& codec, void* values, void* stream);
-// An integer beyond [0, 2^bits) raises a device-side assertion.
+// An integer beyond [0, 2^value_bits) raises a device-side assertion.
 void pack_integers(const void* values, const Integers& integers, uint8_t* packed, void* stream);
 void unpack_integers(const uint8_t* packed, const Integers& integers, void* values, void* stream);
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gact_fx.codec_layout import ROUNDINGS
+
 INNER_COMPILERS = ("inductor", "eager")
+FUSE = ("auto", "on", "off")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
 # GACT's optimisation levels: (budget_bits, adaptive).
@@ -34,8 +37,14 @@ class Config:
         min_elements: smaller tensors are kept as they are.
         seed: seed of the rounding noise, a 32-bit unsigned integer. Equal seeds give equal gradients on equal data.
         profile_draws: perturbed gradients per tensor and sample batch when sensitivities are measured.
+        rounding: ``"stochastic"``; ``"dither"`` (subtractive dither), which has half the error variance on values
+            that spread over their group's range and more on those that lie at its minimum, as after a ReLU; or
+            ``"nearest"``, which is biased and serves debugging. `gact_fx.ops.compress` says more.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
+        fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
+            compiled operators (``"off"``). ``"auto"`` fuses on devices that have no compiled operators, for the
+            operators are the faster way wherever both were measured (``benchmarks/kernels.py``).
 
     Raises:
         ValueError: an option out of its range.
@@ -47,7 +56,9 @@ class Config:
     min_elements: int = 1024
     seed: int = 0
     profile_draws: int = 1
+    rounding: str = "stochastic"
     inner: str = "inductor"
+    fuse: str = "auto"
 
     def __post_init__(self) -> None:
         bits = self.budget_bits
@@ -61,8 +72,13 @@ class Config:
             )
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"gact_fx.compile: group_size must be one of {GROUP_SIZES}, got {self.group_size!r}")
-        if self.inner not in INNER_COMPILERS:
-            raise ValueError(f"gact_fx.compile: inner must be one of {INNER_COMPILERS}, got {self.inner!r}")
+        for name, allowed in (("rounding", ROUNDINGS), ("inner", INNER_COMPILERS), ("fuse", FUSE)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.fuse == "on" and self.inner != "inductor":
+            raise ValueError(
+                f"gact_fx.compile: fuse='on' needs inner='inductor', which does the fusing, got inner={self.inner!r}"
+            )
         for name, low, high in (("min_elements", 0, 2**62), ("profile_draws", 1, 2**20), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

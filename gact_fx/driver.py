@@ -7,10 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
+
 from gact_fx.aot import GraphPair
 from gact_fx.config import Config
+from gact_fx.inner import decompositions
+from gact_fx.ops import has_compiled_kernels
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
+from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.verify_graphs import verify_graphs
@@ -50,7 +55,7 @@ class Driver:
         )
 
     def rewrite(self, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
-        """Passes 6 and 7: carry ``plan`` out on the pair, in place."""
+        """Passes 6 to 8: carry ``plan`` out on the pair, in place."""
         slots = tuple(tensor.name for tensor in analysis.saved)
         self._run(
             "insert_compression",
@@ -58,7 +63,12 @@ class Driver:
             edits=True,
         )
         self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
+        if self.config.inner == "inductor" and self.config.fuse != "off":
+            self._run("fuse_codec", lambda: fuse_codec(self.pair, self._fuses, decompositions()), edits=True)
         return self.pair
+
+    def _fuses(self, device: torch.device) -> bool:
+        return self.config.fuse == "on" or not has_compiled_kernels(device.type)
 
     def _run(self, name: str, run: Callable[[], Result], edits: bool = False) -> Result:
         before = self._text() if edits else None

@@ -1,12 +1,13 @@
 """The compilers that a rewritten pair of graphs goes to. The only module with Inductor's private API.
 
-Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``, the output meta
-``user_visible_output_idxs``, and the layout rule of ``GraphLowering.find_nodes_prefer_channels_last``.
+Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
+``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
+``GraphLowering.find_nodes_prefer_channels_last``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -68,6 +69,13 @@ def redraws(backward: fx.GraphModule) -> bool:
     prims = torch.ops.prims
     names = [getattr(node.target, "overloadpacket", None) for node in backward.graph.nodes]
     return any(name in (prims.inductor_random, prims.inductor_randint) for name in names)
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions, which it does not apply any more to what is put into partitioned graphs."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return cast(Mapping[Any, Callable[..., Any]], select_decomp_table())
 
 
 def _compile_eager(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gact_fx.codec_layout import check_rounding
 from gact_fx.records import SavedTensor
 
 FORMAT = 1
@@ -15,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One saved tensor, by its key: ``bits`` per code (None: kept exact), its slot seed, and the measured sensitivity.
+    """One saved tensor, by its key: ``bits`` per code (None: kept exact), slot seed, measured sensitivity, rounding.
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: the tensor adds ``c_l / (2^bits - 1)^2`` to the
     variance of the gradient. None where it was not measured.
@@ -25,6 +26,11 @@ class TensorPlan:
     bits: int | None
     seed: int
     sensitivity: float | None
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        if self.bits is not None:
+            check_rounding("Plan", self.rounding, self.bits)
 
 
 @dataclass(frozen=True)

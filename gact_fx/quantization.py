@@ -15,9 +15,10 @@ __all__ = ["dequantize", "noise_key", "quantize", "round_to_bfloat16"]
 FRACTION = 22  # bits below one step with which elements are rounded: 8 + 22 fit an int32
 _MIN_STEP = 2.0**-100  # keeps 1/step far from overflow
 _IRREGULAR = 0x8000  # sign bit of a stored step
+_WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
-_PAIR = 32  # elements i and i + 32 of every 64 share a hash, of which two products are taken
-_FIRST, _SECOND = 0x846CA68B - 2**32, 0x846CA68B * 747796405 % 2**32
+# Elements i, i + 16, i + 32 and i + 48 of every 64 share a hash, of which four products are taken.
+_MULTIPLIERS = [0x846CA68B * 747796405**share % 2**32 for share in range(4)]
 # Magnitudes from which a group is irregular: below them neither ranges nor decoded values overflow.
 _LIMIT = {torch.float64: 2.0**125, torch.float32: 2.0**125, torch.bfloat16: 2.0**125, torch.float16: 2.0**14}
 
@@ -42,8 +43,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chain(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
-    x = _mix(key ^ word) * _FIRST
+    x = _mix(key ^ word) * _signed(_MULTIPLIERS[0])
     return x ^ _shift_right(x, 16)
+
+
+def _seed_key(seed: int) -> int:
+    """Hash a seed of 64 bits, in plain integers."""
+    key = 0
+    for word in (seed & _WORD, seed >> 32 & _WORD):
+        key ^= word
+        key = (key ^ key >> 16) * 0x7FEB352D & _WORD
+        key = (key ^ key >> 15) * _MULTIPLIERS[0] & _WORD
+        key ^= key >> 16
+    return key
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
@@ -60,9 +72,8 @@ def floats_of(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def noise_key(seed: int, groups: torch.Tensor, minimum: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """Return the groups' keys (int32) from their indices (int64) and the bits of their metadata."""
-    key = torch.zeros_like(groups, dtype=torch.int32)
-    for word in (_signed(seed), _signed(seed >> 32), groups.to(torch.int32), (groups >> 32).to(torch.int32)):
-        key = _chain(key, word)
+    key = _chain(groups.to(torch.int32), _signed(_seed_key(seed)))
+    key = _chain(key, (groups >> 32).to(torch.int32))
     key = _chain(key, minimum.to(torch.int32))
     if minimum.dtype == torch.int64:
         key = _chain(key, (minimum >> 32).to(torch.int32))
@@ -74,10 +85,12 @@ def _noise(key: torch.Tensor, size: int, rounding: str) -> torch.Tensor:
     if rounding == "nearest":
         return torch.full((key.shape[0], size), 1 << FRACTION - 1, dtype=torch.int32, device=key.device)
     element = torch.arange(size, device=key.device, dtype=torch.int32)
-    second = (element & _PAIR) != 0
-    pair = element - (element // (2 * _PAIR)) * _PAIR - torch.where(second, _PAIR, 0)
-    words = _mix(key[:, None] + pair.to(torch.int32) * _signed(_GOLDEN))
-    return _shift_right(words * torch.where(second, _SECOND, _FIRST).to(torch.int32), 32 - FRACTION)
+    words = _mix(key[:, None] + ((element >> 6 << 4) + (element & 15)) * _signed(_GOLDEN))
+    share = element >> 4 & 3
+    multiplier = torch.where((share & 1) == 1, _signed(_MULTIPLIERS[1]), _signed(_MULTIPLIERS[0]))
+    third = torch.where((share & 1) == 1, _signed(_MULTIPLIERS[3]), _signed(_MULTIPLIERS[2]))
+    multiplier = torch.where((share & 2) == 2, third, multiplier).to(torch.int32)
+    return _shift_right(words * multiplier, 32 - FRACTION)
 
 
 # ---- Groups ------------------------------------------------------------------------------------------------------
@@ -237,7 +250,7 @@ def round_to_bfloat16(x: torch.Tensor, seed: int, groups: torch.Tensor, rounding
         zero = torch.zeros_like(groups, dtype=torch.int32)
         key = noise_key(seed, groups, zero, zero)
         element = torch.arange(x.shape[1], device=x.device, dtype=torch.int32) * _signed(_GOLDEN)
-        noise = _shift_right(_mix(key[:, None] + element ^ upper) * _FIRST, 16)
+        noise = _shift_right(_mix(key[:, None] + element ^ upper) * _signed(_MULTIPLIERS[0]), 16)
     rounded = _shift_right(word + noise, 16)
     rounded = torch.where((rounded & 0x7FFF) < 0x7F80, rounded, rounded - 1)  # the largest, not infinity
     nonfinite = torch.where(magnitude > 0x7F800000, upper | 0x40, upper)

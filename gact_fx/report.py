@@ -12,6 +12,7 @@ from torch import fx
 
 from gact_fx.codec_layout import blob_nbytes
 from gact_fx.driver import Stage
+from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan
 from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
 
@@ -114,7 +115,23 @@ def _note(session: Session) -> str:
         return "a plan, and no graph compiled with it yet; run a training step"
     if all(row.encoding == KEEP for i, record in enumerate(session.records) for row in _rows(i, record, session)):
         return "nothing to compress: the reasons are in the table"
+    slow = sorted({device for record in session.records for device in _devices(record)} - _compiled_devices())
+    if slow:
+        how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"
+        return (
+            f"no compiled operators for {', '.join(slow)}: PyTorch code serves, {how}, with the same results; for "
+            "speed, reinstall gact_fx where its compiler is found (a C++ compiler, for CUDA nvcc)"
+        )
     return ""
+
+
+def _devices(record: GraphRecord) -> set[str]:
+    values = [value.source.meta["val"] for value in record.pair.saved_values()]
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _compiled_devices() -> set[str]:
+    return {device for device in ("cpu", "cuda") if has_compiled_kernels(device)}
 
 
 def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:

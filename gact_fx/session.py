@@ -147,5 +147,6 @@ def allocate(profiles: Mapping[str, GraphProfile], config: Config) -> tuple[Grap
         bits = [max(int(config.budget_bits), how.min_bits) for _, _, _, how in slots]
     plans: dict[str, list[TensorPlan]] = {key: [] for key in profiles}
     for (key, p, t, _), width in zip(slots, bits, strict=True):
-        plans[key].append(TensorPlan(t.key, width, slot_seed(config.seed, key, t.key), p.mean(t.key)))
+        seed = slot_seed(config.seed, key, t.key)
+        plans[key].append(TensorPlan(t.key, width, seed, p.mean(t.key), config.rounding))
     return tuple(GraphPlan(key, tuple(tensors)) for key, tensors in plans.items())

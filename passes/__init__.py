@@ -8,10 +8,11 @@
 4. ``measure_sensitivity``  how much each tensor's rounding error moves the gradient, on a real step
 5. ``allocate_bits``        a width for each tensor, under the budget of the whole model
 6. ``insert_compression``   compress into forward, decompress into backward
-7. ``verify_graphs``        the contract with AOTAutograd, after every edit
+7. ``verify_graphs``        the contract with AOTAutograd
+8. ``fuse_codec``           compress and decompress spelled out for Inductor to fuse, where that is the faster way
 
-1 to 3 run when a graph is compiled, 4 on sample batches, 5 once for all graphs, 6 and 7 when a graph is compiled with
-the plan. Only 1 and 6 edit graphs. ``gact_fx.driver`` runs them, times them, and keeps the graphs' text before and
+1 to 3 run when a graph is compiled, 4 on sample batches, 5 once for all graphs, 6 to 8 when a graph is compiled with
+the plan. Only 1, 6 and 8 edit graphs. ``gact_fx.driver`` runs them, times them, and keeps the graphs' text before and
 after each edit.
 """
 
@@ -20,6 +21,7 @@ from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.find_masks import find_masks
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.find_substitutes import find_substitutes
+from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.measure_sensitivity import measure_sensitivity, step_variance
 from gact_fx.passes.recompute_attention import recompute_attention
@@ -33,6 +35,7 @@ __all__ = [
     "find_masks",
     "find_saved_tensors",
     "find_substitutes",
+    "fuse_codec",
     "insert_compression",
     "measure_sensitivity",
     "recompute_attention",

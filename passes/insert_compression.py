@@ -18,7 +18,7 @@ from torch import fx
 from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.graph_edit import add_call
-from gact_fx.plan import GraphPlan
+from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, QUANTIZE, Eligibility, GraphAnalysis
 from gact_fx.symbolic import SizeBuilder
 
@@ -48,8 +48,8 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
             editor.save_nothing(value)
         elif how.encoding == MASK:
             editor.save_masks(value, how)
-        elif how.encoding == QUANTIZE and (bits := entries[tensor.key].bits) is not None:
-            editor.save_codes(value, how, bits, entries[tensor.key].seed, aliases.get(how.name, []))
+        elif how.encoding == QUANTIZE and entries[tensor.key].bits is not None:
+            editor.save_codes(value, how, entries[tensor.key], aliases.get(how.name, []))
     editor.finish()
     return pair
 
@@ -60,6 +60,7 @@ class _Editor:
     def __init__(self, pair: GraphPair, group_size: int) -> None:
         self._pair = pair
         self._group_size = group_size
+        self._mask_codec = (MASK_BITS, group_size, 0)
         self._sizes = SizeBuilder(pair.backward.graph)
         self._backward = {node.name: node for node in pair.backward.graph.nodes}
         self._forward = {node.name: node for node in pair.forward.graph.nodes}
@@ -67,27 +68,29 @@ class _Editor:
         self._mask_edits: list[Callable[[], None]] = []
         self._value_edits: list[Callable[[], None]] = []
 
-    def save_codes(self, value: SavedValue, how: Eligibility, bits: int, seed: int, aliases: list[SavedValue]) -> None:
+    def save_codes(self, value: SavedValue, how: Eligibility, plan: TensorPlan, aliases: list[SavedValue]) -> None:
         mask = self._packed_masks(how)
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
         dense = self._in_order(self._derive(read), how.order)
-        extra = () if mask is None else (mask,)
-        blob = self._add_forward(compress, (dense, bits, self._group_size, seed, *extra), f"{value.name}_blob")
+        codec = (plan.bits, self._group_size, plan.seed)
+        blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
-        self._value_edits.append(lambda: self._load_values(value, read, original, how.order, bits, views))
+        self._value_edits.append(
+            lambda: self._load_values(value, read, original, how.order, (*codec, plan.rounding), views)
+        )
 
     def save_masks(self, value: SavedValue, how: Eligibility) -> None:
         mask = self._packed_masks(how) if how.masks else self._as_bytes(value.source, how.order)
-        blob = self._add_forward(compress, (mask, MASK_BITS, self._group_size, 0), f"{value.name}_blob")
+        blob = self._add_forward(compress, (mask, *self._mask_codec), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
         if not how.masks:
             slot, original = value.placeholder, value.source.meta["val"]
-            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, MASK_BITS, []))
+            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, self._mask_codec, []))
 
     def save_nothing(self, value: SavedValue) -> None:
         """An empty tensor in the slot, since positions must not change."""
@@ -173,7 +176,7 @@ class _Editor:
         read: fx.Node,
         original: torch.Tensor,
         order: Sequence[int],
-        bits: int,
+        codec: tuple[Any, ...],
         aliases: list[tuple[SavedValue, torch.Tensor]],
     ) -> None:
         """Decompress in place of ``read``: the tensor's placeholder, or the node that was stored in its place."""
@@ -183,7 +186,7 @@ class _Editor:
             return
         graph = self._pair.backward.graph
         with graph.inserting_before(min(users)):
-            dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, bits, order)
+            dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, codec, order)
             views = [
                 add_call(
                     graph,
@@ -206,7 +209,7 @@ class _Editor:
         shapes = [[m.meta["val"].shape[d] for d in order] for m, order in zip(masks, orders, strict=True)]
         with graph.inserting_before(min(user for mask in masks for user in mask.users)):
             if len(masks) == 1:
-                loaded = [self._load(value, shapes[0], torch.bool, MASK_BITS, orders[0])[1]]
+                loaded = [self._load(value, shapes[0], torch.bool, self._mask_codec, orders[0])[1]]
             else:
                 loaded = self._load_several(value, shapes, orders)
         for mask, exact in zip(masks, loaded, strict=True):
@@ -217,7 +220,7 @@ class _Editor:
     ) -> list[fx.Node]:
         graph = self._pair.backward.graph
         ends = list(accumulate(math.prod(shape) for shape in shapes))
-        flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_BITS, [0])
+        flat, _ = self._load(value, [ends[-1]], torch.bool, self._mask_codec, [0])
         loaded = []
         for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
             part = add_call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
@@ -226,12 +229,15 @@ class _Editor:
         return loaded
 
     def _load(
-        self, value: SavedValue, shape: list[Any], dtype: torch.dtype, bits: int, order: Sequence[int]
+        self, value: SavedValue, shape: list[Any], dtype: torch.dtype, codec: tuple[Any, ...], order: Sequence[int]
     ) -> tuple[fx.Node, fx.Node]:
-        """The decompressed tensor in memory order, and in the order of its dimensions."""
+        """The decompressed tensor in memory order, and in the order of its dimensions.
+
+        ``codec`` is what the blob was written with: bits, group size, seed and, for values, rounding.
+        """
         graph = self._pair.backward.graph
         stored = torch.uint8 if dtype is torch.bool else dtype
-        arguments = (value.placeholder, self._sizes.build(shape), stored, bits, self._group_size)
+        arguments = (value.placeholder, self._sizes.build(shape), stored, *codec)
         dense = add_call(graph, decompress, arguments, f"{value.name}_{'mask' if dtype is torch.bool else 'values'}")
         if dtype is torch.bool:
             number = add_call(graph, convert, (dense, torch.float32), f"{value.name}_number")

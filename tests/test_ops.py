@@ -89,6 +89,11 @@ def test_every_instruction_set(capability: str) -> None:
         ((torch.zeros(4).int(), 3, 256, 0, torch.zeros(4).bool()), "gact_fx.compress: mask must be None"),
         ((torch.tensor([1, 8]), 3, 256, 0), r"gact_fx.compress: integers must lie in \[0, 8\) at 3 bits"),
         ((torch.tensor([1, -1]), 3, 256, 0), r"gact_fx.compress: integers must lie in \[0, 8\) at 3 bits"),
+        ((torch.tensor([1, -1], dtype=torch.int8), 8, 256, 0), r"gact_fx.compress: integers must lie in \[0, 256\)"),
+        (
+            (torch.tensor([1, -1], dtype=torch.int16), 16, 256, 0),
+            r"gact_fx.compress: integers must lie in \[0, 65536\)",
+        ),
         ((torch.tensor([2, 256]), 8, 256, 0), r"gact_fx.compress: integers must lie in \[0, 256\) at 8 bits"),
         ((torch.tensor([2, 2**40]), 16, 256, 0), r"gact_fx.compress: integers must lie in \[0, 65536\)"),
         ((torch.zeros(4).half(), 16, 256, 0), r"gact_fx.compress: 16 bits \(bfloat16\) are for float32 tensors"),

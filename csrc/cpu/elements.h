@@ -61,26 +61,21 @@ struct Plain {
   }
 
  private:
-  // Calls f(j, noise) for all elements, in an order that takes both of a pair at once.
+  // Calls f(j, noise) for all elements, in an order that the compiler can vectorise.
   template <Rounding rounding, class F>
   static GACT_INLINE void for_noise(uint32_t key, int count, F&& f) {
-    constexpr int pair = int(kPair);
-    for (int block = 0; block < count; block += 2 * pair) {
-      for (int j = block; j < block + pair; ++j) {
-        f(j, noise<rounding>(mix(pair_word(key, uint32_t(j))), kFirst));
-      }
-      if (block + pair >= count) break;
-      for (int j = block; j < block + pair; ++j) {
-        f(j + pair, noise<rounding>(mix(pair_word(key, uint32_t(j))), kSecond));
-      }
+    constexpr int stride = int(kShareStride);
+    for (int first = 0; first < count; first += stride) {
+      const int share = first / stride % kShare;
+      for (int j = first; j < first + stride; ++j) f(j, noise<rounding>(mix(element_word(key, uint32_t(j))), share));
     }
   }
 };
 
 #if defined(GACT_VECTORS)
 
-// `Vectors` is Vectors8 or Vectors16. Groups are taken in blocks of 64 elements, of which the first and the second half
-// share hashes; a group of 32 is half a block, and no shorter than four vectors must be.
+// `Vectors` is Vectors8 or Vectors16. Groups are taken in blocks of 64 elements, whose quarters share hashes; a group
+// of 32 is half a block, which must be four vectors.
 template <class Vectors>
 struct Vectorized : Plain {
   using Real = typename Vectors::Real;
@@ -88,7 +83,7 @@ struct Vectorized : Plain {
   using Word = typename Vectors::Word;
   using Bytes = typename Vectors::Bytes;
   static constexpr int kLanes = Vectors::kLanes;
-  static constexpr int kBlock = 2 * int(kPair);
+  static constexpr int kBlock = int(kShareBlock);
 
   template <class Format>
   static GACT_INLINE Extremes<typename Format::Real> find_extremes(const typename Format::Bits* x, int count) {
@@ -123,11 +118,10 @@ struct Vectorized : Plain {
       const Real minimum = scale.minimum - Real{}, factor = inverse(scale.step) - Real{};
       const Bytes levels = uint8_t(scale.levels) - Bytes{};
       for_noise<rounding>(key, count, [&](int first, const auto& n) {
-        constexpr int vectors = sizeof(n) / sizeof(Int);
-        for (int k = 0; k < vectors; k += 4) {
+        for (int k = 0; k < n.kVectors; k += 4) {
           Int code[4];
           for (int i = 0; i < 4; ++i) {
-            code[i] = quantize(load<Format>(x + first + (k + i) * kLanes), minimum, factor, n[k + i]);
+            code[i] = quantize(load<Format>(x + first + (k + i) * kLanes), minimum, factor, n.vector[k + i]);
           }
           const Bytes bytes = Vectors::smaller(Vectors::to_bytes(code[0], code[1], code[2], code[3]), levels);
           memcpy(codes + first + k * kLanes, &bytes, sizeof(bytes));
@@ -145,10 +139,9 @@ struct Vectorized : Plain {
     } else {
       const Real minimum = scale.minimum - Real{}, step = fine_step<rounding>(scale.step) - Real{};
       for_noise<read_noise(rounding)>(key, count, [&](int first, const auto& n) {
-        constexpr int vectors = sizeof(n) / sizeof(Int);
-        for (int k = 0; k < vectors; ++k) {
+        for (int k = 0; k < n.kVectors; ++k) {
           const int j = first + k * kLanes;
-          store<Format>(dequantize<rounding>(Vectors::from_bytes(codes + j), minimum, step, n[k]), x + j);
+          store<Format>(dequantize<rounding>(Vectors::from_bytes(codes + j), minimum, step, n.vector[k]), x + j);
         }
       });
     }
@@ -158,25 +151,31 @@ struct Vectorized : Plain {
   // Calls f(first, noise) with the noise of the vectors from element `first` on: a whole block's or half a block's.
   template <Rounding rounding, class F>
   static GACT_INLINE void for_noise(uint32_t key, int count, F&& f) {
-    constexpr int half = int(kPair) / kLanes;
     Word word;
-    for (int i = 0; i < kLanes; ++i) word[i] = pair_word(key, uint32_t(i));
-    if constexpr (half % 4 == 0) {
-      if (count < kBlock) {
-        Int n[half];
-        for (int k = 0; k < half; ++k, word += kLanes * kGolden) n[k] = noise<rounding, Int>(mix(word), kFirst);
-        return f(0, n);
+    for (int i = 0; i < kLanes; ++i) word[i] = element_word(key, uint32_t(i));
+    if constexpr (kBlock / 2 == 4 * kLanes) {
+      if (count < kBlock) return f(0, next_noise<rounding, kShare / 2>(word));
+    }
+    for (int block = 0; block < count; block += kBlock) f(block, next_noise<rounding, kShare>(word));
+  }
+
+  template <int Shares>
+  struct Noise {
+    static constexpr int kVectors = Shares * int(kShareStride) / kLanes;
+    Int vector[kVectors];
+  };
+
+  template <Rounding rounding, int Shares>
+  static GACT_INLINE Noise<Shares> next_noise(Word& word) {
+    constexpr int vectors = int(kShareStride) / kLanes;
+    Noise<Shares> result;
+    for (int k = 0; k < vectors; ++k, word += kLanes * kGolden) {
+      const Word mixed = mix(word);
+      for (int share = 0; share < Shares; ++share) {
+        result.vector[share * vectors + k] = noise<rounding, Int>(mixed, share);
       }
     }
-    for (int block = 0; block < count; block += kBlock) {
-      Int n[2 * half];
-      for (int k = 0; k < half; ++k, word += kLanes * kGolden) {
-        const Word mixed = mix(word);
-        n[k] = noise<rounding, Int>(mixed, kFirst);
-        n[half + k] = noise<rounding, Int>(mixed, kSecond);
-      }
-      f(block, n);
-    }
+    return result;
   }
 
   template <class Format>

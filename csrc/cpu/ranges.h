@@ -60,6 +60,7 @@ void compress_range(const Strided& values, const Codec& codec, const Blob& blob,
   using Real = typename Format::Real;
   const int group_size = codec.group_size, bits = codec.bits;
   const int64_t packed_nbytes = group_size * bits / 8;
+  const Repack pack_codes = choose_packing(bits, group_size);
   const uint32_t seed = seed_key(codec.seed);
   Walk<Element> walk(values, begin * group_size);
   Element buffer[kTileElements];
@@ -91,7 +92,7 @@ void compress_range(const Strided& values, const Codec& codec, const Blob& blob,
       if (left < group_size) memset(codes + left, 0, group_size - left);
       store(blob.minimum, group, metadata[i].minimum);
       store(blob.step, group, metadata[i].step);
-      with_bits(bits, [&](auto b) { pack<b()>(codes, group_size, blob.codes + group * packed_nbytes); });
+      pack_codes(codes, blob.codes + group * packed_nbytes);
     }
   }
 }
@@ -101,6 +102,7 @@ void decompress_range(const Blob& blob, const Codec& codec, void* values, int64_
   using Element = typename Format::Bits;
   const int group_size = codec.group_size, bits = codec.bits;
   const int64_t packed_nbytes = group_size * bits / 8;
+  const Repack unpack_codes = choose_packing(bits, group_size, /*inverse=*/true);
   const uint32_t seed = seed_key(codec.seed);
   Element buffer[kMaxGroupSize];
   uint8_t codes[kMaxGroupSize];
@@ -118,7 +120,7 @@ void decompress_range(const Blob& blob, const Codec& codec, void* values, int64_
       const int64_t group = tile + i, left = blob.numel - group * group_size;
       Element* const target = static_cast<Element*>(values) + group * group_size;
       Element* const x = left < group_size ? buffer : target;
-      with_bits(bits, [&](auto b) { unpack<b()>(blob.codes + group * packed_nbytes, group_size, codes); });
+      unpack_codes(blob.codes + group * packed_nbytes, codes);
       if (metadata[i].step & kIrregular) {
         decompress_irregular<rounding, Format>(codes, bits, group_size, metadata[i], key[i], x);
       } else {
@@ -161,6 +163,9 @@ inline void decompress_bfloat16_range(const Blob& blob, const Codec& codec, void
 
 template <class Element>
 bool pack_integers_range(const Element* values, const Integers& integers, uint8_t* packed, int64_t begin, int64_t end) {
+  const bool has_high = integers.bits > 8;
+  const Repack pack_low = choose_packing(has_high ? 8 : integers.bits, kIntegerBlock);
+  const Repack pack_high = choose_packing(has_high ? integers.bits - 8 : 1, kIntegerBlock);
   Element all = 0;
   for (int64_t block = begin; block < end; ++block) {
     uint8_t low[kIntegerBlock] = {}, high[kIntegerBlock] = {};
@@ -176,26 +181,27 @@ bool pack_integers_range(const Element* values, const Integers& integers, uint8_
         high[j] = uint8_t(uint64_t(x[j]) >> 8);
       }
     }
-    uint8_t* to = packed + block * (kIntegerBlock / 8 * integers.bits);
-    const int low_bits = integers.bits < 8 ? integers.bits : 8;
-    with_bits(low_bits, [&](auto bits) { pack<bits()>(low, kIntegerBlock, to); });
-    with_bits(integers.bits - 8, [&](auto bits) { pack<bits()>(high, kIntegerBlock, to + kIntegerBlock); });
+    uint8_t* const to = packed + block * (kIntegerBlock / 8 * integers.bits);
+    pack_low(low, to);
+    if (has_high) pack_high(high, to + kIntegerBlock);
   }
-  return uint64_t(all) >> integers.bits == 0;
+  return uint64_t(all) >> integers.value_bits == 0;
 }
 
 template <class Element>
 void unpack_integers_range(const uint8_t* packed, const Integers& integers, Element* values, int64_t begin,
                            int64_t end) {
+  const bool has_high = integers.bits > 8;
+  const Repack unpack_low = choose_packing(has_high ? 8 : integers.bits, kIntegerBlock, /*inverse=*/true);
+  const Repack unpack_high = choose_packing(has_high ? integers.bits - 8 : 1, kIntegerBlock, /*inverse=*/true);
   for (int64_t block = begin; block < end; ++block) {
     uint8_t low[kIntegerBlock], high[kIntegerBlock] = {};
     Element* const x = values + block * kIntegerBlock;
     const int64_t left = integers.numel - block * kIntegerBlock;
     const int count = left < kIntegerBlock ? int(left) : kIntegerBlock;
-    const uint8_t* from = packed + block * (kIntegerBlock / 8 * integers.bits);
-    const int low_bits = integers.bits < 8 ? integers.bits : 8;
-    with_bits(low_bits, [&](auto bits) { unpack<bits()>(from, kIntegerBlock, low); });
-    with_bits(integers.bits - 8, [&](auto bits) { unpack<bits()>(from + kIntegerBlock, kIntegerBlock, high); });
+    const uint8_t* const from = packed + block * (kIntegerBlock / 8 * integers.bits);
+    unpack_low(from, low);
+    if (has_high) unpack_high(from + kIntegerBlock, high);
     for (int j = 0; j < count; ++j) x[j] = Element(low[j] | high[j] << 8);
   }
 }

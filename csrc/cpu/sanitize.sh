@@ -1,0 +1,23 @@
+#!/bin/bash
+# Build the extension with GCC's sanitizers beside the installed one, and run the kernels' tests on it. BIN is the
+# virtual environment's bin folder.
+set -euo pipefail
+python=$(realpath -s "$BIN/python")
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+folder=$PWD/build/sanitized
+GACT_FX_SANITIZE=1 "$BIN/python" setup.py -q build --build-base build/sanitizing --build-lib "$folder"
+
+# The runtime must come first, and what Python itself leaks is not our business.
+export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$folder
+# Tests that compile with Inductor or start an interpreter of their own would run other code under the sanitizers.
+tests=(tests/test_ops.py tests/test_codec_hypothesis.py -k "not opcheck and not inductor and not instruction_set and not symbolic")
+
+# Not from here, where the installed package would be found first.
+loaded=$(cd "$folder" && "$python" -c "import gact_fx._C as c; print(c.__file__)")
+[[ $loaded == *"$folder"* ]] || { echo "sanitize.sh: loaded $loaded, which is not the sanitized build" >&2; exit 1; }
+"$BIN/pytest" -q -p no:cacheprovider "${tests[@]}"
+for capability in avx2 baseline; do
+  GACT_FX_CPU_CAPABILITY=$capability "$BIN/pytest" -q -p no:cacheprovider tests/test_codec_hypothesis.py -k everywhere
+done

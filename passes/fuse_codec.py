@@ -1,0 +1,72 @@
+"""Spell compress and decompress out in PyTorch operations, so that Inductor fuses them with their neighbours.
+
+A decompression then melts into the kernels that read its values, a compression into the one that makes them. The
+operations are those of the reference (`gact_fx.reference`). The compiled operators read and write each tensor once;
+what is fused is computed anew wherever it is read. Which is faster is for measurement to say
+(``benchmarks/kernels.py``); `gact_fx.config.Config.fuse` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gact_fx import reference
+from gact_fx.aot import GraphPair
+
+_SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.gact_fx.compress.default: reference.compress_whole,
+    torch.ops.gact_fx.decompress.default: reference.decompress_whole,
+}
+
+
+def fuse_codec(
+    pair: GraphPair, wanted: Callable[[torch.device], bool], decompositions: Mapping[Any, Callable[..., Any]]
+) -> int:
+    """Replace, in place, the operators on devices that are ``wanted``; returns how many were replaced.
+
+    ``decompositions`` are the inner compiler's own: graphs that come out of the partitioner are not decomposed again.
+    """
+    count = 0
+    for module in (pair.forward, pair.backward):
+        graph = module.graph
+        for node in list(graph.nodes):
+            if node.target in _SPELLED_OUT and wanted(node.meta["val"].device):
+                _inline(graph, node, decompositions)
+                count += 1
+        graph.eliminate_dead_code()
+        graph.lint()
+        module.recompile()
+    return count
+
+
+def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    """Put the operations that ``node`` stands for in its place."""
+    inputs: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: inputs.append(n) or n)
+    inputs = list(dict.fromkeys(inputs))
+    position = {n: i for i, n in enumerate(inputs)}
+    function = _SPELLED_OUT[node.target]
+
+    def spelled_out(*values: Any) -> torch.Tensor:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[position[n]])
+        return function(*args, **kwargs)
+
+    values = [n.meta["val"] for n in inputs]
+    fake_mode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
+    with fake_mode:
+        traced = make_fx(spelled_out, decomposition_table=dict(decompositions))(*values)
+    twins: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(node):
+        for step in traced.graph.nodes:
+            if step.op == "output":
+                node.replace_all_uses_with(twins[step.args[0]])
+            elif step.op != "placeholder":
+                twins[step] = graph.node_copy(step, lambda n: twins[n])
+                # Constants that make_fx lifts would be attributes of the traced module.
+                assert step.op == "call_function", f"{step.format_node()} in a spelled-out {node.name}"
+    graph.erase_node(node)
