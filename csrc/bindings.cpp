@@ -108,7 +108,11 @@ Strided to_strided(const at::Tensor& x) {
 
 struct Cpu {
   explicit Cpu(const at::Tensor&) {}
-  static bool reads(const Strided&, const Codec&) { return true; }
+  // Neighbours within a cache line are gathered faster than copied: rows with gaps took 1.1 ms against 1.7 ms, every
+  // second column 1.9 against 2.2, but a transposed matrix 22 against 3.7 (3 million floats, one thread).
+  static bool reads(const Strided& values, const Codec&) {
+    return values.rank == 0 || values.stride[values.rank - 1] <= 16;
+  }
   static void compress(const Strided& values, const Codec& codec, const Blob& blob) {
     cpu::compress(values, codec, blob);
   }

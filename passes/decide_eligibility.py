@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
+from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_substitutes import find_substitutes
 from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
@@ -16,7 +17,6 @@ from gact_fx.symbolic import SizeBuilder, hint
 
 aten = torch.ops.aten
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TOO_LARGE = "the decisions that follow from it take as much memory as it does"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
@@ -122,7 +122,7 @@ def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, 
 def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
     if tensor.owner in _OWNERS:
         return _OWNERS[tensor.owner]
-    if tensor.dtype not in (*FLOATS, torch.bool):
+    if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
         return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
     if tensor.numel < min_elements:
         return f"fewer than {min_elements} elements"
@@ -184,7 +184,7 @@ def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: 
     first: dict[tuple[int, torch.dtype | None], str] = {}
     aliases = {}
     for tensor in saved:
-        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic and tensor.dtype in FLOATS
+        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic and tensor.dtype in SOURCE_DTYPES
         if reasons[tensor.name] or not is_whole or tensor.name not in masks.values:
             continue
         key = (tensor.storage, tensor.dtype)

@@ -46,9 +46,7 @@ def fuse_codec(
 
 def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     """Put the operations that ``node`` stands for in its place."""
-    inputs: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: inputs.append(n) or n)
-    inputs = list(dict.fromkeys(inputs))
+    inputs = node.all_input_nodes
     position = {n: i for i, n in enumerate(inputs)}
     function = _SPELLED_OUT[node.target]
 
@@ -57,8 +55,8 @@ def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callabl
         return function(*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
-    fake_mode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
-    with fake_mode:
+    tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))
+    with tensor.fake_mode:
         traced = make_fx(spelled_out, decomposition_table=dict(decompositions))(*values)
     twins: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -49,10 +51,19 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
         if value.source.target is compress:
             readers = {user.name for user in value.placeholder.users if user.target is not decompress}
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
+    blobs = {value.placeholder: value.source for value in values if value.source.target is compress}
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
-        blob = node.args[0]
-        is_blob = any(value.placeholder is blob and value.source.target is compress for value in values)
-        _require(is_blob, f"{node.name} does not read a saved blob")
+        blob = blobs.get(node.args[0])  # type: ignore[arg-type]
+        _require(blob is not None, f"{node.name} does not read a saved blob")
+        assert blob is not None
+        if node.meta["val"].dtype.is_floating_point:
+            written, read = _codec(blob.args[1:4], blob.args[5:]), _codec(node.args[3:6], node.args[6:])
+            _require(written == read, f"{node.name} reads {read} what was written as {written}")
+
+
+def _codec(codec: tuple[Any, ...], rounding: tuple[Any, ...]) -> str:
+    """Bits, group size, seed and rounding: dither reads wrong values with any other than what wrote them."""
+    return " ".join(map(str, (*codec, *(rounding or ("stochastic",)))))
 
 
 def _same(source: fx.Node, placeholder: fx.Node) -> bool:

@@ -167,3 +167,22 @@ def test_losses_that_divide_by_what_they_saved(inner: str) -> None:
         loss(model).backward()
         nn.functional.binary_cross_entropy(reference(x).sigmoid(), target).backward()
         assert relative_error(gradients(model), gradients(reference)) < 0.1
+
+
+@INNER
+@pytest.mark.parametrize("rounding", ["stochastic", "dither", "nearest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_by_rounding_and_dtype(inner: str, rounding: str, dtype: torch.dtype) -> None:
+    """Every rounding that the configuration names, in models of several precisions."""
+    model, reference, (x, y) = Mixed().to(dtype), Mixed().to(dtype), mixed_batch(32)
+    reference.load_state_dict(model.state_dict())
+    batch = (x.to(dtype), y)
+    gact_fx.compile(model, budget_bits=8, rounding=rounding, inner=inner, sample_batches=[batch])
+    model(*batch).backward()
+    reference(*batch).backward()
+    report = gact_fx.inspect(model)
+    assert report.plan is not None
+    assert {tensor.rounding for graph in report.plan.graphs for tensor in graph.tensors} == {rounding}
+    assert any(row.encoding == "quantize" and row.dtype == str(dtype).split(".")[1] for row in report.rows)
+    limit = 0.03 if dtype == torch.bfloat16 else 0.01
+    assert relative_error(gradients(model), gradients(reference)) < limit

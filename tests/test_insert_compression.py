@@ -146,3 +146,14 @@ def test_verification_notices(trace: Trace, damage: str) -> None:
         value.placeholder.meta["val"] = value.placeholder.meta["val"].float()
     with pytest.raises((GraphVerificationError, RuntimeError)):
         verify_graphs(pair, names)
+
+
+@pytest.mark.parametrize(("position", "wrong"), [(3, 7), (4, 64), (5, 12345), (6, "nearest")])
+def test_codes_must_be_read_as_they_were_written(trace: Trace, position: int, wrong: object) -> None:
+    pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
+    node = next(
+        n for n in pair.backward.graph.find_nodes(op="call_function", target=decompress) if n.args[2].is_floating_point
+    )
+    node.update_arg(position, wrong)
+    with pytest.raises(GraphVerificationError, match=f"{node.name} reads .* what was written as"):
+        verify_graphs(pair, tuple(t.name for t in analysis.saved))

@@ -4,6 +4,7 @@ need statistics. What holds for every input stands in test_codec_hypothesis.py."
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,3 +259,45 @@ def test_threads_do_not_matter() -> None:
         torch.set_num_threads(threads)
     assert torch.equal(single, ops.compress(x, 5))
     assert torch.equal(single, reference.compress(x, 5, 256, 0))
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be had without swapping; 0 where the system does not say."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
+
+
+@needs_kernels
+@pytest.mark.skipif(available_memory() < 14 * 2**30, reason="needs 14 GiB of memory")
+def test_more_than_2_to_the_31_elements() -> None:
+    """Codes, metadata and elements beyond what 32 bits count; every chunk is what it would be alone, but for noise."""
+    numel = 2**31 + 777
+    x = torch.empty(numel, dtype=torch.bfloat16)
+    pattern = torch.randn(1 << 20).to(torch.bfloat16)
+    for first in range(0, numel, 1 << 20):
+        x[first : first + (1 << 20)] = pattern[: numel - first]
+    blob = ops.compress(x, 4, 256, 0, None, "nearest")
+    groups = (numel + 255) // 256
+    assert blob.numel() == groups * (128 + 2 + 2)
+    alone = ops.compress(pattern[:777], 4, 256, 0, None, "nearest")
+    assert torch.equal(blob[(groups - 4) * 128 : groups * 128], alone[: 4 * 128])
+    assert torch.equal(blob[-4 * 2 :], alone[-4 * 2 :])
+    decoded = ops.decompress(blob, x.shape, x.dtype, 4, 256, 0, "nearest")
+    expected = ops.decompress(alone, (777,), x.dtype, 4, 256, 0, "nearest")
+    assert torch.equal(decoded[-777:], expected)
+    assert torch.equal(decoded[: 1 << 20], decoded[2**30 : 2**30 + (1 << 20)])
+
+
+@needs_kernels
+def test_views_with_gaps_are_read_in_place() -> None:
+    """Without a copy where neighbours share cache lines, with one otherwise: peak memory tells."""
+    wide = torch.randn(512, 3072)
+    sources = {"gaps": (wide[:, 1024:2048], 0), "columns": (wide[:, ::2], 0), "transposed": (wide.t(), 1)}
+    for name, (x, copies) in sources.items():
+        with torch.profiler.profile(profile_memory=True) as profile:
+            blob = ops.compress(x, 4)
+        allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
+        # Some kilobytes are the profiler's.
+        assert allocated == pytest.approx(blob.numel() + copies * x.numel() * 4, abs=1 << 16), name
+        assert torch.equal(blob, ops.compress(x.contiguous(), 4))
