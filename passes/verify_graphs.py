@@ -53,7 +53,7 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
     blobs = {value.placeholder: value.source for value in values if value.source.target is compress}
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
-        blob = blobs.get(node.args[0])  # type: ignore[arg-type]
+        blob = blobs.get(node.args[0])
         _require(blob is not None, f"{node.name} does not read a saved blob")
         assert blob is not None
         if node.meta["val"].dtype.is_floating_point:
