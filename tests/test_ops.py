@@ -1,5 +1,7 @@
-"""The operators as PyTorch sees them: schemas, fakes, tags, errors, compilation, and the parts of the promise that
-need statistics. What holds for every input stands in test_codec_hypothesis.py."""
+"""The operators as PyTorch sees them: schemas, fakes, tags, errors, compilation, sizes and layouts.
+
+What holds for every input stands in test_codec_hypothesis.py, what the noise is like in test_statistics.py.
+"""
 
 import os
 import subprocess
@@ -209,43 +211,6 @@ def test_no_generator_is_consumed() -> None:
     state = torch.get_rng_state()
     ops.compress(torch.arange(1000.0), 2)
     assert torch.equal(state, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_unbiased_over_seeds(bits: int, dtype: torch.dtype) -> None:
-    x = torch.randn(512, generator=torch.Generator().manual_seed(bits)).to(dtype)
-    samples = torch.stack(
-        [ops.decompress(ops.compress(x, bits, 64, seed), x.shape, dtype, bits, 64) for seed in range(2000)]
-    )
-    error = samples.double() - x.double()
-    # Rounding decoded values to 16 bits is no noise; over elements it averages out, up to about a tenth of an ulp here.
-    ulp = torch.finfo(dtype).eps * x.abs().double()
-    assert abs(error.mean()) <= 4 * error.std() / error.numel() ** 0.5 + 0.1 * ulp.mean()
-    # Element by element, where what happens with a probability of a few in 2000 may not have been seen.
-    groups = x.double().view(-1, 64)
-    step = (groups.amax(1) - groups.amin(1)).repeat_interleave(64) / (2**bits - 1)
-    assert (error.mean(dim=0).abs() <= 5 * error.std(dim=0) / 2000**0.5 + 10 * step / 2000 + ulp).all()
-
-
-def test_noise_is_uncorrelated() -> None:
-    """Between elements, groups and seeds, also where these are as alike as they come."""
-    group = torch.linspace(0, 1, 256)
-    x = group.repeat(64)  # the same group again and again: only the index tells them apart
-    errors = torch.stack([ops.decompress(ops.compress(x, 2, 256, seed), x.shape, x.dtype, 2) - x for seed in range(64)])
-    errors = errors.view(64, 64, 256)[:, :, 1:-1]
-    errors = (errors - errors.mean(dim=(0, 1))) / errors.std(dim=(0, 1)).clamp(min=1e-6)
-    count = errors.numel()
-    for shifted in (errors.roll(1, 0), errors.roll(1, 1), errors.roll(1, 2), errors.roll((1, 1), (0, 1))):
-        assert abs((errors * shifted).sum() / count) < 5 / count**0.5
-    assert abs(errors.mean(dim=2).std() * 254**0.5 - 1) < 0.1  # a group's errors add up as independent ones do
-
-
-def test_seed_has_64_bits() -> None:
-    x = torch.randn(300)
-    blobs = [ops.compress(x, 4, 256, seed) for seed in (0, 1, -1, 1 << 32, -(1 << 63), (1 << 63) - 1)]
-    for i, blob in enumerate(blobs):
-        assert all(not torch.equal(blob, other) for other in blobs[:i])
 
 
 @needs_kernels
