@@ -26,6 +26,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/gradients.py --inner inductor
 	$(BIN)/python benchmarks/gradients.py --inner eager
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/kernels.py
 
 # The CUDA kernels for every architecture; needs nvcc, but neither torch with CUDA nor a GPU.
 cuda-check:

@@ -6,10 +6,28 @@ CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer (``make sani
 
 import glob
 import os
+import re
+import subprocess
 import sys
 from typing import Any
 
 from setuptools import setup
+
+
+def nvcc_fits(wanted: str) -> bool:
+    """Whether nvcc is of the same major version as torch's CUDA, which the build demands; says so if it is not."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    nvcc = os.path.join(str(CUDA_HOME), "bin", "nvcc")
+    try:
+        found = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    except OSError:
+        found = None
+    if found and found.group(1) == wanted.split(".")[0]:
+        return True
+    version = f"CUDA {found.group(1)}" if found else "unusable"
+    print(f"gact_fx: building without CUDA kernels: torch is for CUDA {wanted}, {nvcc} is {version}", file=sys.stderr)
+    return False
 
 
 def extension_arguments() -> dict[str, Any]:
@@ -24,12 +42,16 @@ def extension_arguments() -> dict[str, Any]:
     else:
         # No -march=native: the kernels choose their instruction set at run time. No contraction: see csrc/codec.h.
         cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math"]
-        # GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for our mistakes.
-        cxx.append("-Wno-maybe-uninitialized")
         if sys.platform == "linux" and "clang" not in os.environ.get("CXX", ""):
+            # GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for our mistakes.
+            cxx.append("-Wno-maybe-uninitialized")
             # at::parallel_for needs it. It is not given to the linker, so that the symbols come from the OpenMP
             # runtime that libtorch_cpu loads: a second runtime would bring a second pool of threads.
             cxx.append("-fopenmp")
+        else:
+            print(
+                "gact_fx: this compiler builds the CPU kernels for one thread; GCC builds them for all", file=sys.stderr
+            )
     link: list[str] = []
     if os.environ.get("GACT_FX_SANITIZE") == "1":
         sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -39,7 +61,7 @@ def extension_arguments() -> dict[str, Any]:
     sources = ["csrc/bindings.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
     cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
     extension: Any = cpp_extension.CppExtension
-    if cuda_sources and torch.version.cuda and cpp_extension.CUDA_HOME:
+    if cuda_sources and torch.version.cuda and cpp_extension.CUDA_HOME and nvcc_fits(torch.version.cuda):
         extension = cpp_extension.CUDAExtension
         sources += cuda_sources
         flags["cxx"] = [*cxx, "-DGACT_WITH_CUDA"]

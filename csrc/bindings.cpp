@@ -87,7 +87,8 @@ Layout lay_out(const Codec& codec, at::ScalarType dtype, int64_t numel, uint8_t*
   return {{data, data + minimum, data + step, numel}, end};
 }
 
-Strided to_strided(const at::Tensor& x) {
+// Nothing where more than kMaxRank dimensions remain.
+std::optional<Strided> to_strided(const at::Tensor& x) {
   Strided values = {x.const_data_ptr(), x.numel(), 0, {}, {}};
   for (int64_t d = 0; d < x.dim(); ++d) {
     const int64_t size = x.size(d), stride = x.stride(d);
@@ -97,7 +98,7 @@ Strided to_strided(const at::Tensor& x) {
       values.stride[values.rank - 1] = stride;
       continue;
     }
-    if (values.rank == kMaxRank) return to_strided(x.contiguous());
+    if (values.rank == kMaxRank) return std::nullopt;
     values.size[values.rank] = size;
     values.stride[values.rank++] = stride;
   }
@@ -117,9 +118,8 @@ struct Cpu {
     cpu::compress(values, codec, blob);
   }
   static void decompress(const Blob& blob, const Codec& codec, void* values) { cpu::decompress(blob, codec, values); }
-  static void pack_integers(const void* values, const Integers& integers, uint8_t* packed) {
-    TORCH_CHECK_VALUE(cpu::pack_integers(values, integers, packed), "gact_fx.compress: integers must lie in [0, ",
-                      1 << integers.bits, ") at ", integers.bits, " bits; give more bits");
+  static bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) {
+    return cpu::pack_integers(values, integers, packed);
   }
   static void unpack_integers(const uint8_t* packed, const Integers& integers, void* values) {
     cpu::unpack_integers(packed, integers, values);
@@ -136,8 +136,10 @@ struct Cuda {
   void decompress(const Blob& blob, const Codec& codec, void* values) const {
     cuda::decompress(blob, codec, values, stream);
   }
-  void pack_integers(const void* values, const Integers& integers, uint8_t* packed) const {
+  // What is out of range is found on the device.
+  bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) const {
     cuda::pack_integers(values, integers, packed, stream);
+    return true;
   }
   void unpack_integers(const uint8_t* packed, const Integers& integers, void* values) const {
     cuda::unpack_integers(packed, integers, values, stream);
@@ -159,7 +161,11 @@ at::Tensor compress(const at::Tensor& x, int64_t bits, int64_t group_size, int64
     const Integers integers = to_integers("compress", x.scalar_type(), bits, x.numel());
     const at::Tensor source = x.contiguous();
     at::Tensor packed = at::empty({packed_nbytes(integers)}, options);
-    if (x.numel()) device.pack_integers(source.const_data_ptr(), integers, packed.mutable_data_ptr<uint8_t>());
+    if (x.numel()) {
+      const bool inside = device.pack_integers(source.const_data_ptr(), integers, packed.mutable_data_ptr<uint8_t>());
+      TORCH_CHECK_VALUE(inside, "gact_fx.compress: integers must lie in [0, ", 1 << bits, ") at ", bits,
+                        " bits, got values from ", x.min().item<int64_t>(), " to ", x.max().item<int64_t>());
+    }
     return packed;
   }
   const Codec codec = to_codec("compress", x.scalar_type(), bits, group_size, seed, rounding);
@@ -177,13 +183,13 @@ at::Tensor compress(const at::Tensor& x, int64_t bits, int64_t group_size, int64
   at::Tensor blob = at::empty({float_nbytes + packed_nbytes(mask_integers)}, options);
   auto* data = blob.mutable_data_ptr<uint8_t>();
   if (x.numel()) {
-    Strided values = to_strided(x);
-    at::Tensor copy;
-    if (!Device::reads(values, codec)) {
-      copy = x.contiguous();
-      values = to_strided(copy);
+    at::Tensor source = x;
+    std::optional<Strided> values = to_strided(source);
+    if (!values || !Device::reads(*values, codec)) {
+      source = x.contiguous();
+      values = to_strided(source);
     }
-    device.compress(values, codec, lay_out(codec, x.scalar_type(), x.numel(), data).blob);
+    device.compress(*values, codec, lay_out(codec, x.scalar_type(), x.numel(), data).blob);
   }
   if (mask_integers.numel) device.pack_integers(mask_bytes.const_data_ptr(), mask_integers, data + float_nbytes);
   return blob;

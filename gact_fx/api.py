@@ -165,3 +165,9 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
             f"gact_fx.compile: the plan was made for group_size={plan.group_size}, got group_size={config.group_size}; "
             "pass the plan's"
         )
+    roundings = {tensor.rounding for graph in plan.graphs for tensor in graph.tensors}
+    if roundings and config.rounding not in roundings:
+        raise ValueError(
+            f"gact_fx.compile: the plan was made for rounding={min(roundings)!r}, got rounding={config.rounding!r}; "
+            "pass the plan's"
+        )

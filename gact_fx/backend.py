@@ -72,6 +72,7 @@ class ProfilingBackend:
                 group_size=config.group_size,
                 seed=config.seed,
                 draws=config.profile_draws,
+                rounding=config.rounding,
                 progress=session.progress,
             )
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):

@@ -1,4 +1,4 @@
-"""Runs the passes on one pair of graphs: times them, verifies every edit, keeps every stage's text."""
+"""Runs the passes on one pair of graphs: times them, verifies what they made, keeps every stage's text."""
 
 from __future__ import annotations
 

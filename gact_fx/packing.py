@@ -54,13 +54,13 @@ def unpack(packed: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
 def words_to_bytes(words: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return integers (groups, n) as their ``nbytes`` low bytes each, little-endian: uint8 (groups, n * nbytes)."""
     shifts = torch.arange(0, 8 * nbytes, 8, dtype=words.dtype, device=words.device)
-    return (words[:, :, None] >> shifts & 0xFF).to(torch.uint8).view(words.shape[0], -1)
+    return (words[:, :, None] >> shifts & 0xFF).to(torch.uint8).view(words.shape[0], words.shape[1] * nbytes)
 
 
 def bytes_to_words(data: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Invert `words_to_bytes`, into int64 for words of 8 bytes and int32 for shorter ones."""
     dtype = torch.int64 if nbytes == 8 else torch.int32
-    parts = data.reshape(data.shape[0], -1, nbytes).to(dtype)
+    parts = data.reshape(data.shape[0], data.shape[1] // nbytes, nbytes).to(dtype)
     words = parts[:, :, 0]
     for k in range(1, nbytes):
         words = words | parts[:, :, k] << 8 * k

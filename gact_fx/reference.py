@@ -20,6 +20,7 @@ from gact_fx.codec_layout import (
     check_compress,
     check_decompress,
     group_count,
+    integers_nbytes,
     metadata_nbytes,
 )
 
@@ -66,6 +67,7 @@ def decompress(
 ) -> torch.Tensor:
     """Decompress a blob; `gact_fx.ops.decompress` tells shapes, dtypes and errors."""
     check_decompress(blob, size, dtype, bits, group_size, rounding)
+    bits = 1 if dtype == torch.bool else bits
     if any(extent < 0 for extent in size):
         raise ValueError(f"gact_fx.decompress: size must not be negative, got {list(size)}")
     numel = math.prod(size)
@@ -77,9 +79,7 @@ def decompress(
     result = blob.new_empty(numel, dtype=dtype)
     if dtype in INTEGER_DTYPES:
         packed, group_size = blob[blob.numel() - nbytes :], INTEGER_BLOCK
-        packed = packed.view(
-            group_count(numel, INTEGER_BLOCK), INTEGER_BLOCK // 8 * (1 if dtype == torch.bool else bits)
-        )
+        packed = packed.view(group_count(numel, INTEGER_BLOCK), integers_nbytes(1, bits))
         for first, last in _chunks(packed.shape[0], INTEGER_BLOCK):
             values = _decompress_integers(packed[first:last], dtype, bits)
             result[first * INTEGER_BLOCK : last * INTEGER_BLOCK] = values[: numel - first * INTEGER_BLOCK]
@@ -121,10 +121,12 @@ def decompress_whole(
 ) -> torch.Tensor:
     """`decompress` as one expression."""
     check_decompress(blob, size, dtype, bits, group_size, rounding)
+    bits = 1 if dtype == torch.bool else bits
     numel = math.prod(size)
     if dtype in INTEGER_DTYPES:
-        packed = blob[blob.numel() - blob_nbytes(numel, dtype, bits, group_size) :]
-        values = _decompress_integers(packed.view(group_count(numel, INTEGER_BLOCK), -1), dtype, bits)
+        nbytes = blob_nbytes(numel, dtype, bits, group_size)
+        packed = blob[blob.numel() - nbytes :].view(group_count(numel, INTEGER_BLOCK), integers_nbytes(1, bits))
+        values = _decompress_integers(packed, dtype, bits)
     else:
         *sections, _ = _sections(blob, dtype, group_count(numel, group_size), bits, group_size)
         values = _decompress_groups(tuple(sections), dtype, bits, group_size, seed, 0, rounding)
@@ -219,7 +221,7 @@ def _without_padding(codes: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 def _compress_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
     flat = x.reshape(-1)
     packed = x.new_empty(blob_nbytes(x.numel(), x.dtype, bits, INTEGER_BLOCK), dtype=torch.uint8)
-    rows = packed.view(group_count(x.numel(), INTEGER_BLOCK), INTEGER_BLOCK // 8 * bits)
+    rows = packed.view(group_count(x.numel(), INTEGER_BLOCK), integers_nbytes(1, bits))
     for first, last in _chunks(rows.shape[0], INTEGER_BLOCK):
         chunk = flat[first * INTEGER_BLOCK : last * INTEGER_BLOCK]
         if not _is_mask(x.dtype, bits):
@@ -251,5 +253,5 @@ def _pack_integers(flat: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _decompress_integers(packed: torch.Tensor, dtype: torch.dtype, bits: int) -> torch.Tensor:
-    codes = packing.unpack(packed, 1 if dtype == torch.bool else bits, INTEGER_BLOCK)
+    codes = packing.unpack(packed, bits, INTEGER_BLOCK)
     return codes.view(-1).to(dtype)

@@ -119,8 +119,8 @@ def _note(session: Session) -> str:
     if slow:
         how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"
         return (
-            f"no compiled operators for {', '.join(slow)}: PyTorch code serves, {how}, with the same results; for "
-            "speed, reinstall gact_fx where its compiler is found (a C++ compiler, for CUDA nvcc)"
+            f"no compiled operators for {', '.join(slow)}: PyTorch code serves, {how}, with the same results; "
+            "cpu and cuda have them where gact_fx was built with a C++ compiler, or nvcc, without GACT_FX_NO_EXT"
         )
     return ""
 

@@ -124,8 +124,8 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return _OWNERS[tensor.owner]
     if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
         return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
-    if tensor.numel < min_elements:
-        return f"fewer than {min_elements} elements"
+    if tensor.numel < max(min_elements, 1):
+        return f"fewer than {max(min_elements, 1)} elements"
     if tensor.nbytes > tensor.storage_nbytes:
         return "an expanded view, smaller in memory than as values"
     if tensor.dtype is not torch.bool and _is_statistic(node):

@@ -1,4 +1,4 @@
-"""Insert compress into forward and decompress into backward. The only pass that edits graphs.
+"""Insert compress into forward and decompress into backward.
 
 Every saved tensor's blob takes the tensor's place among forward's outputs and backward's inputs, so counts and order
 never change. Compression goes right after the source's last use in forward, decompression right before its first use in

@@ -36,14 +36,16 @@ def measure_sensitivity(
     group_size: int,
     seed: int = 0,
     draws: int = 1,
+    rounding: str = "stochastic",
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[dict[str, float]]:
     """Sensitivity c_l of every tensor to be quantized, per step, in units of squared gradient.
 
+    ``rounding`` is that of training; rounding to nearest has no noise to measure, and is taken for stochastic.
     ``steps`` are the graphs of one training step in forward's order. ``progress`` is called with 1 after each tensor.
     Masks are exact throughout, as they are in training.
     """
-    probes = [_Probe(step, group_size, seed) for step in steps]
+    probes = [_Probe(step, group_size, seed, "dither" if rounding == "dither" else "stochastic") for step in steps]
     results: list[dict[str, float]] = []
     for step, probe in zip(steps, probes, strict=True):
         # Tensors that backward never reads add nothing.
@@ -59,10 +61,11 @@ def measure_sensitivity(
 class _Probe:
     """One step with all its eligible tensors quantized."""
 
-    def __init__(self, step: Step, group_size: int, seed: int) -> None:
+    def __init__(self, step: Step, group_size: int, seed: int, rounding: str) -> None:
         self.step = step
         self._group_size = group_size
         self._seed = seed
+        self._rounding = rounding
         self._replay = Replay(step.pair.backward, step.arguments)
         tensors = step.analysis.quantized()
         self.orders = {tensor.name: how.order for tensor, how in tensors}
@@ -100,9 +103,10 @@ class _Probe:
         value = self._replay.evaluate({read})[read]
         dense = value.permute(order)
         shape, dtype = dense.shape, value.dtype
-        blob = ops.compress(dense, PROBE_BITS, self._group_size, slot_seed(self._seed, f"probe {draw}", name))
+        codec = (PROBE_BITS, self._group_size, slot_seed(self._seed, f"probe {draw}", name))
+        blob = ops.compress(dense, *codec, None, self._rounding)
         inverse = sorted(range(len(order)), key=lambda d: order[d])
-        return lambda: ops.decompress(blob, shape, dtype, PROBE_BITS, self._group_size).permute(inverse)
+        return lambda: ops.decompress(blob, shape, dtype, *codec, self._rounding).permute(inverse)
 
 
 def _squared_norm(step: Step, outputs: list[Any], probes: list[_Probe]) -> float:

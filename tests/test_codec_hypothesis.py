@@ -146,6 +146,34 @@ def test_bfloat16_matches_reference(
     check_against_reference(x, 16, group_size, seed, None, rounding)
 
 
+@needs_kernels
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_more_dimensions_than_the_kernels_walk(size: int) -> None:
+    """Ten that cannot be merged: the kernels get a copy, which must live as long as they read it."""
+    x = torch.randn([size] * 10).permute(*reversed(range(10)))
+    check_against_reference(x, 4, 256, 3, None, "stochastic")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flushing_subnormals_changes_nothing_in_16_bits(dtype: torch.dtype) -> None:
+    """float16's subnormals are float32's normal numbers; a processor told to flush must not lose them."""
+    x = torch.cat([torch.full((256,), 2.998e-5), 6e-5 * torch.randn(512), torch.randn(256)]).to(dtype)
+    blob = ops.compress(x, 5, 256, 7)
+    expected = ops.decompress(blob, x.shape, dtype, 5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the setting is this thread's
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        assert torch.equal(ops.compress(x, 5, 256, 7), blob)
+        assert torch.equal(ops.decompress(blob, x.shape, dtype, 5), expected)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert torch.equal(expected[:256], x[:256])
+
+
 def check_against_reference(
     x: torch.Tensor, bits: int, group_size: int, seed: int, mask: torch.Tensor | None, rounding: str
 ) -> None:

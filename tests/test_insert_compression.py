@@ -148,7 +148,7 @@ def test_verification_notices(trace: Trace, damage: str) -> None:
         verify_graphs(pair, names)
 
 
-@pytest.mark.parametrize(("position", "wrong"), [(3, 7), (4, 64), (5, 12345), (6, "nearest")])
+@pytest.mark.parametrize(("position", "wrong"), [(3, 7), (4, 64), (5, 12345), (6, "nearest"), (6, "dither")])
 def test_codes_must_be_read_as_they_were_written(trace: Trace, position: int, wrong: object) -> None:
     pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
     node = next(

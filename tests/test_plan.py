@@ -10,6 +10,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import Plan
+from gact_fx.plan import TensorPlan
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:
@@ -58,6 +59,19 @@ def test_a_plan_of_another_graph_is_refused() -> None:
     other = replace(plan, graphs=tuple(replace(graph, fingerprint="0" * 16) for graph in plan.graphs))
     with pytest.raises(Exception, match="the plan does not fit this model: it has no graph"):
         compiled(Mixed(), plan=other)(*mixed_batch())
+
+
+def test_a_plan_of_another_rounding_is_refused() -> None:
+    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()]))
+    with pytest.raises(ValueError, match=r"the plan was made for rounding=.stochastic., got rounding=.dither."):
+        compiled(Mixed(), plan=plan, rounding="dither")
+
+
+@pytest.mark.parametrize(("bits", "rounding"), [(4, "up"), (16, "dither")])
+def test_roundings_that_do_not_exist(bits: int, rounding: str) -> None:
+    with pytest.raises(ValueError, match="gact_fx.Plan: rounding"):
+        TensorPlan("aten.mm#0", bits, 0, None, rounding)
+    TensorPlan("aten.mm#0", None, 0, None)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1, 2]"])
