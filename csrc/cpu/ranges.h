@@ -48,7 +48,8 @@ class Stretches {
  public:
   Stretches(int64_t begin, int64_t end, int group_size) : begin_(begin), end_(end) {
     const int most = kTileElements / group_size < kMaxStretches ? kTileElements / group_size : kMaxStretches;
-    length_ = (end - begin + most - 1) / most;
+    // Odd, so that the places do not fall on the same sets of the caches.
+    length_ = (end - begin + most - 1) / most | 1;
     count_ = int((end - begin + length_ - 1) / length_);
   }
   GACT_INLINE int count() const { return count_; }
