@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import codec_inputs
 import hypothesis.strategies as st
 import pytest
 import torch
+from codec_inputs import KINDS
 from hypothesis import HealthCheck, given, settings
 
 from gact_fx import ops, reference
@@ -24,35 +26,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 ROUNDINGS = ("stochastic", "dither", "nearest")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
-KINDS = ("normal", "offset", "relu", "constant", "minus_zero", "subnormal", "huge", "nan", "inf", "minus_inf", "all")
 compress, decompress = torch.ops.gact_fx.compress, torch.ops.gact_fx.decompress
 
 
 def inputs(numel: int, dtype: torch.dtype, seed: int, kinds: Sequence[str] = KINDS) -> torch.Tensor:
     """Return a 1-D tensor on the CPU, of whose stretches of 32 elements each is of one of ``kinds``."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (numel // 32 + 1, 32)
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-    draw = torch.rand(shape, generator=generator, dtype=torch.float64)
-    info = torch.finfo(dtype)
-    nonfinite = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
-    rare = draw < 0.1
-    values = {
-        "normal": normal,
-        "offset": normal * 0.01 + 100.0,
-        "relu": normal.relu(),
-        "constant": torch.full_like(normal, -1.7),
-        "minus_zero": torch.where(draw < 0.5, -0.0, 0.0),
-        "subnormal": normal * info.smallest_normal * 0.1,
-        "huge": info.max * normal.clamp(-1.0, 1.0),
-        "nan": torch.where(rare, -math.nan, normal),
-        "inf": torch.where(rare, math.inf, normal),
-        "minus_inf": torch.where(rare, -math.inf, normal),
-        "all": torch.where(draw < 0.5, nonfinite[(draw * 6).long().clamp(max=2)], normal),
-    }
-    chosen = torch.randint(len(kinds), shape[:1], generator=generator)
-    stacked = torch.stack([values[kind] for kind in kinds])
-    return stacked[chosen, torch.arange(shape[0])].to(dtype).view(-1)[:numel]
+    return codec_inputs.inputs(numel // 32 + 1, 32, dtype, seed, kinds)[:numel]
 
 
 def check(x: torch.Tensor, bits: int, group_size: int, seed: int, rounding: str, mask: torch.Tensor | None) -> None:

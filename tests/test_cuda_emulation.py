@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
+from codec_inputs import KINDS, inputs
 from hypothesis import HealthCheck, given, settings
 
 from gact_fx import reference
@@ -23,7 +24,6 @@ SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in th
 ROUNDINGS = ("stochastic", "dither", "nearest")  # in the order of gact::Rounding
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
-KINDS = ("normal", "offset", "relu", "constant", "minus_zero", "subnormal", "huge", "nan", "inf", "minus_inf", "all")
 GUARD = 64  # bytes around what a kernel writes
 UNTOUCHED = 0xA5
 
@@ -159,32 +159,6 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     library = folder / "emulation.so"
     subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True)
     return Emulation(library)
-
-
-def inputs(groups: int, group_size: int, dtype: torch.dtype, seed: int, kinds: Sequence[str] = KINDS) -> torch.Tensor:
-    """Return groups of elements, 1-D, the kind of each drawn from ``kinds``."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(groups, group_size, generator=generator, dtype=torch.float64)
-    draw = torch.rand(groups, group_size, generator=generator, dtype=torch.float64)
-    info = torch.finfo(dtype)
-    nonfinite = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
-    rare = draw < 0.1
-    values = {
-        "normal": normal,
-        "offset": normal * 0.01 + 100.0,
-        "relu": normal.relu(),
-        "constant": torch.full_like(normal, -1.7),
-        "minus_zero": torch.where(draw < 0.5, -0.0, 0.0),
-        "subnormal": normal * info.smallest_normal * 0.1,
-        "huge": info.max * normal.clamp(-1.0, 1.0),
-        "nan": torch.where(rare, -math.nan, normal),
-        "inf": torch.where(rare, math.inf, normal),
-        "minus_inf": torch.where(rare, -math.inf, normal),
-        "all": torch.where(draw < 0.5, nonfinite[(draw * 6).long().clamp(max=2)], normal),
-    }
-    chosen = torch.randint(len(kinds), (groups,), generator=generator)
-    stacked = torch.stack([values[kind] for kind in kinds])
-    return stacked[chosen, torch.arange(groups)].to(dtype).view(-1)
 
 
 def check(
