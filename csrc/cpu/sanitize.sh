@@ -10,7 +10,11 @@ GACT_FX_SANITIZE=1 "$BIN/python" setup.py -q build --build-base build/sanitizing
 
 # The runtime must come first, and what Python itself leaks is not our business.
 export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$folder
+export ASAN_OPTIONS=detect_leaks=0:log_path=$folder/report UBSAN_OPTIONS=print_stacktrace=1:log_path=$folder/report
+export PYTHONPATH=$folder
+# pytest holds back what a process says that dies.
+rm -f "$folder"/report.*
+trap 'cat "$folder"/report.* 2>/dev/null >&2 || true' ERR
 # Tests that compile with Inductor or start an interpreter of their own would run other code under the sanitizers.
 tests=(tests/test_ops.py tests/test_codec_hypothesis.py -k "not opcheck and not inductor and not instruction_set and not symbolic")
 
