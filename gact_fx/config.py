@@ -43,8 +43,8 @@ class Config:
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
-            compiled operators (``"off"``). ``"auto"`` fuses on devices that have no compiled operators, for the
-            operators are the faster way wherever both were measured (``benchmarks/kernels.py``).
+            compiled operators (``"off"``). ``"auto"`` fuses only on devices that have no compiled operators: on the CPU
+            these are several times faster (``benchmarks/kernels.py``); on a GPU nobody has measured it yet.
 
     Raises:
         ValueError: an option out of its range.

@@ -638,7 +638,9 @@ def test_training_steps_and_slots_are_uncorrelated(
         compressed.clear()
     assert len(set(seeds)) == len(seeds) >= 8
     for lag in range(1, 6):
-        pairs = [(a, b) for old, new in zip(steps[:-lag], steps[lag:], strict=True) for a, b in zip(old, new)]  # noqa: B905
+        pairs = [
+            (a, b) for old, new in zip(steps[:-lag], steps[lag:], strict=True) for a, b in zip(old, new, strict=True)
+        ]
         assert_white(torch.stack([agreement(a, b) for a, b in pairs]))
     slots = [(a, b) for step in steps for a, b in itertools.combinations(step, 2)]
     assert_white(torch.stack([agreement(*(e[: min(len(a), len(b))] for e in (a, b))) for a, b in slots]))
