@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+# Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers;
+# returns whether everything not marked may be recomputed.
+Mark = Callable[[Sequence[fx.Node], frozenset[fx.Node]], bool]
+
 
 @dataclass(frozen=True)
 class GraphPair:
@@ -102,17 +106,29 @@ def partition(
     joint_inputs: Sequence[object],
     upstream: Callable[[int], bool],
     *,
+    mark: Mark,
     num_fwd_outputs: int,
     static_lifetime_input_indices: Sequence[int] | None = None,
     compiler: str = "inductor",
 ) -> GraphPair:
-    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)``: whether flat input ``i`` is an activation."""
+    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)``: whether flat input ``i`` is an activation.
+
+    ``mark`` says before what may be recomputed; where it returns True, everything that it has not forbidden, without
+    the partitioner's own rules of thumb.
+    """
+    import torch._functorch.config as functorch_config
     from functorch.compile import min_cut_rematerialization_partition
 
     static = list(static_lifetime_input_indices or ())
-    forward, backward = min_cut_rematerialization_partition(
-        joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
-    )
+    # The partitioner does this first, too; what is marked should be what it sees.
+    joint.graph.eliminate_dead_code()
+    inputs = joint.graph.find_nodes(op="placeholder")
+    parameters = frozenset(inputs[index] for index in static if index < len(inputs))
+    is_free = mark(_before_tangents(joint.graph), parameters)
+    with functorch_config.patch(aggressive_recomputation=is_free):
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+        )
     placeholders = forward.graph.find_nodes(op="placeholder")
     # Forward keeps every primal of the joint graph, in order, so the static indices count its placeholders.
     names = [node.name for node in placeholders]
@@ -123,6 +139,17 @@ def partition(
         if node.name not in static_names and (index := _input_index(node)) is not None and upstream(index)
     )
     return GraphPair(forward, backward, num_fwd_outputs, static_names, upstream_names)
+
+
+def _before_tangents(joint: fx.Graph) -> list[fx.Node]:
+    """The nodes of the joint graph that do not depend on tangents: forward, and what backward could share with it."""
+    depends: set[fx.Node] = set()
+    for node in joint.nodes:
+        # The partitioner itself tells tangents by this name.
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(i in depends for i in node.all_input_nodes):
+            depends.add(node)
+    return [node for node in joint.nodes if node not in depends and node.op != "output"]
 
 
 def _input_index(placeholder: fx.Node) -> int | None:

@@ -8,10 +8,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from gact_fx.backend import PlannedBackend, ProfilingBackend, uncompressed
+from gact_fx.backend import Backend, planned_backend, profiling_backend, uncompressed
 from gact_fx.config import Config
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
+from gact_fx.recorder import Recorder
 from gact_fx.report import Report
 from gact_fx.session import Session
 
@@ -57,27 +58,29 @@ def compile(
     config = Config.from_options(overrides, config)
     name = _fingerprint(model)
     if plan is not None:
-        _check_plan(plan, config, name)
+        _check_plan(plan, name)
     session = Session(config, name, plan)
     target = _Target(model, session)
     if config.budget_bits is None:
         target.use(uncompressed(config.inner))
     elif plan is not None:
-        target.use(PlannedBackend(session))
+        session.on_plan.append(lambda: target.use(planned_backend(session)))
+        target.use(planned_backend(session))
     elif sample_batches is None:
-        session.on_plan = lambda: target.use(PlannedBackend(session))
-        target.use(ProfilingBackend(session, plan_after_step=True))
+        target.use(profiling_backend(session))
+        session.on_plan.append(lambda: target.use(planned_backend(session)))
     else:
-        profiler = ProfilingBackend(session, plan_after_step=False)
-        target.use(profiler)
+        recorder = Recorder(lambda steps, gradients: None)
+        target.use(Backend(session, interpreted=True, recorder=recorder))
         try:
             loss_fn = loss_fn or default_loss
             with unchanged(modules_of(model) + modules_of(loss_fn)):
-                profile_batches(target.model, session, profiler.measure, sample_batches, loss_fn)
+                profile_batches(target.model, session, recorder, sample_batches, loss_fn)
         except BaseException:
             target.restore()
             raise
-        target.use(PlannedBackend(session))
+        session.on_plan.append(lambda: target.use(planned_backend(session)))
+        target.use(planned_backend(session))
     return cast(Model, target.model)
 
 
@@ -154,20 +157,9 @@ def _fingerprint(model: object) -> str:
     return model_fingerprint([(name, tuple(p.shape)) for name, p in model.named_parameters()])
 
 
-def _check_plan(plan: Plan, config: Config, name: str) -> None:
+def _check_plan(plan: Plan, name: str) -> None:
     if plan.model and name and plan.model != name:
         raise ValueError(
             f"gact_fx.compile: the plan was made for another model (parameters {plan.model}, this model has {name}); "
             "profile this one with sample_batches, or compile without plan="
-        )
-    if plan.group_size != config.group_size:
-        raise ValueError(
-            f"gact_fx.compile: the plan was made for group_size={plan.group_size}, got group_size={config.group_size}; "
-            "pass the plan's"
-        )
-    roundings = {tensor.rounding for graph in plan.graphs for tensor in graph.tensors}
-    if roundings and config.rounding not in roundings:
-        raise ValueError(
-            f"gact_fx.compile: the plan was made for rounding={min(roundings)!r}, got rounding={config.rounding!r}; "
-            "pass the plan's"
         )

@@ -1,136 +1,76 @@
-"""The torch.compile backends: one that profiles real steps, one that runs a plan, and ``backend="gact"`` of both."""
+"""The torch.compile backends: one that rewrites graphs by a session's plan, and ``backend="gact"`` on top of it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair, partition
+from gact_fx.aot import partition
 from gact_fx.config import Config
-from gact_fx.driver import Driver
-from gact_fx.inner import Compiled, boxed, channels_last_nodes, compile_pair, interpret_graph, redraws
-from gact_fx.passes import measure_sensitivity
-from gact_fx.records import GraphAnalysis
-from gact_fx.session import Session, log
-from gact_fx.tape import Step, Tape
+from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
+from gact_fx.recorder import Recorder
+from gact_fx.session import GraphRecord, Session
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
-class ProfilingBackend:
-    """Runs graphs uncompressed and measures, in every backward pass, the sensitivities of what they saved.
+class Backend:
+    """Rewrites graphs by the session's plan, or all at the profiling width, and compiles them.
 
-    With ``plan_after_step`` the session's plan is made as soon as every graph that ran forward has run backward.
+    ``interpreted``: run them operator by operator instead, as profiling does. ``recorder`` watches them run.
     """
 
-    def __init__(self, session: Session, *, plan_after_step: bool) -> None:
+    def __init__(self, session: Session, *, interpreted: bool = False, recorder: Recorder | None = None) -> None:
         self._session = session
-        self._plan_after_step = plan_after_step
-        self._tape = Tape()
+        self._interpreted = interpreted
+        self._recorder = recorder
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
-        found: list[tuple[GraphPair, GraphAnalysis]] = []
+        found: list[GraphRecord] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), **options)
-            found.append((pair, Driver(pair, session.config).analyze()))
+            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), mark=session.mark, **options)
+            layouts = channels_last_nodes(pair.forward, session.config.inner)
+            found.append(session.rewrite(pair, layouts, profiling=self._interpreted))
             return pair.forward, pair.backward
 
-        def interpret(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
-            pair, analysis = found[-1]
-            run = compile() if redraws(pair.backward) else interpret_graph(graph)
+        def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
+            run = interpret_graph(graph) if self._interpreted else compile()
+            if self._recorder is None:
+                return run
+            record = found[-1]
             if is_backward:
-                # AOTAutograd may have pruned outputs since it was cut.
-                return self._backward(run, replace(pair, backward=graph), analysis, id(found))
-            return self._forward(run, pair, id(found))
+                return self._recorder.backward(run, id(found), record.replayable, record.analysis)
+            return self._recorder.forward(run, id(found), record.replayable)
 
-        inner = session.config.inner
-        return compile_pair(module, example_inputs, cut, inner=inner, cache_key="profile", interpret=interpret)
-
-    def measure(self) -> None:
-        """Measure the sensitivities of the step on the tape, and start a new one."""
-        session, config = self._session, self._session.config
-        steps = self._tape.steps()
-        self._tape = Tape()
-        if not all(step.is_finite for step in steps):
-            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
-            return
-        profiles = [session.profile(step.analysis) for step in steps]
-        if not config.adaptive or any(redraws(step.pair.backward) for step in steps):
-            # Random numbers that backward draws again from seeds cannot be replayed: these graphs get equal widths.
-            return
-        session.announce(sum(len(step.analysis.quantized()) for step in steps))
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
-            measured = measure_sensitivity(
-                steps,
-                group_size=config.group_size,
-                seed=config.seed,
-                draws=config.profile_draws,
-                rounding=config.rounding,
-                progress=session.progress,
-            )
-        for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
-            profile.add(step.analysis, sensitivities)
-
-    def _forward(self, run: Compiled, pair: GraphPair, key: int) -> Compiled:
-        def forward(arguments: list[Any]) -> Any:
-            if self._session.plan is not None:
-                return run(arguments)
-            # A graph whose outputs the loss ignored never runs backward; do not wait for it for ever.
-            if self._plan_after_step and self._tape.ran_forward(key) and self._tape.has_gradients:
-                self._plan()
-                return run(arguments)
-            inputs = list(arguments)
-            outputs = run(arguments)
-            self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
-            return outputs
-
-        return boxed(forward)
-
-    def _backward(self, run: Compiled, pair: GraphPair, analysis: GraphAnalysis, key: int) -> Compiled:
-        def backward(arguments: list[Any]) -> Any:
-            if self._session.plan is None:
-                self._tape.record_backward(key, pair, analysis, arguments)
-            result = run(arguments)
-            if self._plan_after_step and self._session.plan is None and self._tape.is_complete:
-                self._plan()
-            return result
-
-        return boxed(backward)
-
-    def _plan(self) -> None:
-        self.measure()
-        if self._session.profiles:
-            self._session.make_plan()
-
-
-class PlannedBackend:
-    """Rewrites graphs by the session's plan, and compiles them."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        session = self._session
-
-        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), **options)
-            pair = session.rewrite(pair, channels_last_nodes(pair.forward, session.config.inner))
-            return pair.forward, pair.backward
-
-        inner = session.config.inner
-        return compile_pair(module, example_inputs, cut, inner=inner, cache_key=session.cache_key())
+        watched = watch if self._interpreted or self._recorder is not None else None
+        key = session.cache_key()
+        return compile_pair(module, example_inputs, cut, inner=session.config.inner, cache_key=key, interpret=watched)
 
 
 def uncompressed(inner: str) -> str:
     """The backend of torch.compile that ``budget_bits=None`` stands for."""
     return {"inductor": "inductor", "eager": "aot_eager"}[inner]
+
+
+def profiling_backend(session: Session) -> Backend:
+    """Profiles the first training steps, and then makes the session's plan."""
+    recorder = Recorder(session.learn_from, every=1)
+    session.on_plan.append(recorder.stop)
+    return Backend(session, interpreted=True, recorder=recorder)
+
+
+def planned_backend(session: Session) -> Backend:
+    """Runs the session's plan, and profiles again every so many steps where the configuration says so."""
+    every = session.config.profile_every
+    # Two steps in a row, whose gradients tell how much those of minibatches vary.
+    recorder = Recorder(session.learn_from, every=every, consecutive=min(2, every)) if every else None
+    return Backend(session, recorder=recorder)
 
 
 def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
@@ -147,11 +87,17 @@ def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict
         return cast(Compiled, compiler(module, list(example_inputs)))
     session = Session(config)
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
-    sampled = ProfilingBackend(session, plan_after_step=True)(twin, example_inputs)
-    planned: Callable[..., Any] = torch.compile(module, backend=PlannedBackend(session))
+    sampled = profiling_backend(session)(twin, example_inputs)
+    planned: list[Callable[..., Any]] = []
+
+    def plan() -> None:
+        # Compiled anew for every plan, since a plan may follow on another.
+        planned[:] = [torch.compile(module, backend=planned_backend(session))]
+
+    session.on_plan.append(plan)
 
     def run(*arguments: Any) -> Any:
-        return (sampled if session.plan is None else planned)(*arguments)
+        return (planned[0] if planned else sampled)(*arguments)
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))
@@ -163,8 +109,3 @@ def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable
     offset = len(list(module.parameters())) + len(list(module.buffers()))
     flags = [isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in example_inputs]
     return lambda index: 0 <= index - offset < len(flags) and flags[index - offset]
-
-
-def _cuda_devices(steps: Sequence[Step]) -> list[int]:
-    tensors = [value for step in steps for value in step.arguments if isinstance(value, torch.Tensor)]
-    return sorted({t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None})

@@ -9,6 +9,8 @@ from gact_fx.codec_layout import ROUNDINGS
 
 INNER_COMPILERS = ("inductor", "eager")
 FUSE = ("auto", "on", "off")
+RECOMPUTE = ("auto", "off", "full")
+SENSITIVITY = ("adjoint", "empirical")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
 # GACT's optimisation levels: (budget_bits, adaptive).
@@ -31,15 +33,29 @@ class Config:
     Attributes:
         budget_bits: average number of bits per element over all floating saved activations that may be compressed,
             metadata included, in [1, 16]; ``None`` turns compression off.
+        budget_bytes: instead, bytes that the activations of a batch like the sample may take between forward and
+            backward, everything included that only backward holds.
+        max_gradient_noise: instead, the variance that compression may add to the gradient, as a share of the variance
+            that the minibatch gradient has anyway (0.1: a tenth); the fewest bytes that keep to it.
         adaptive: choose each tensor's width by its sensitivity (GACT, section 4). ``False`` gives every tensor
             ``budget_bits`` bits of codes (an integer in [1, 8]), metadata on top.
-        group_size: elements that share one minimum and step, a power of two in [32, 1024].
+        group_size: elements that share one minimum and step, a power of two in [32, 1024]; None chooses for each
+            tensor.
         min_elements: smaller tensors are kept as they are.
         seed: seed of the rounding noise, a 32-bit unsigned integer. Equal seeds give equal gradients on equal data.
-        profile_draws: perturbed gradients per tensor and sample batch when sensitivities are measured.
-        rounding: ``"stochastic"``; ``"dither"`` (subtractive dither), which has half the error variance on values
-            that spread over their group's range and more on those that lie at its minimum, as after a ReLU; or
-            ``"nearest"``, which is biased and serves debugging. `gact_fx.ops.compress` says more.
+        sensitivity: how the sensitivities of the gradient are measured: ``"adjoint"``, all tensors at once by a few
+            reverse passes through backward; or ``"empirical"`` (GACT, Algorithm 1), a backward pass for each tensor.
+        profile_draws: random probes per sample batch, or perturbed gradients per tensor and sample batch.
+        profile_every: measure again every so many training steps, and plan again where the bits would change and it is
+            worth a compilation; None never does.
+        recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
+            random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
+            ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as
+            ``budget_bytes`` asks for, or each that needs no other one.
+        rounding: ``"auto"`` takes for each tensor the one with the smaller error: ``"stochastic"``, or ``"dither"``
+            (subtractive dither), which has half the error variance on values that spread over their group's range and
+            more on those that lie at its minimum, as after a ReLU. ``"nearest"`` is biased and serves debugging.
+            `gact_fx.ops.compress` says more.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
@@ -52,13 +68,18 @@ class Config:
 
     budget_bits: float | None = 4.0
     adaptive: bool = True
-    group_size: int = 256
+    budget_bytes: int | None = None
+    max_gradient_noise: float | None = None
+    group_size: int | None = None
     min_elements: int = 1024
     seed: int = 0
-    profile_draws: int = 1
-    rounding: str = "stochastic"
+    sensitivity: str = "adjoint"
+    profile_draws: int = 4
+    profile_every: int | None = None
+    rounding: str = "auto"
     inner: str = "inductor"
     fuse: str = "auto"
+    recompute: str = "auto"
 
     def __post_init__(self) -> None:
         bits = self.budget_bits
@@ -70,9 +91,19 @@ class Config:
             raise ValueError(
                 f"gact_fx.compile: adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
             )
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(f"gact_fx.compile: group_size must be one of {GROUP_SIZES}, got {self.group_size!r}")
-        for name, allowed in (("rounding", ROUNDINGS), ("inner", INNER_COMPILERS), ("fuse", FUSE)):
+        if self.group_size is not None and self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"gact_fx.compile: group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
+            )
+        self._check_other_budgets()
+        choices = {
+            "rounding": ("auto", *ROUNDINGS),
+            "sensitivity": SENSITIVITY,
+            "recompute": RECOMPUTE,
+            "inner": INNER_COMPILERS,
+            "fuse": FUSE,
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.fuse == "on" and self.inner != "inductor":
@@ -83,6 +114,23 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"gact_fx.compile: {name} must be a whole number in [{low}, {high}], got {value!r}")
+
+    def _check_other_budgets(self) -> None:
+        size, noise, every = self.budget_bytes, self.max_gradient_noise, self.profile_every
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
+            raise ValueError(f"gact_fx.compile: budget_bytes must be a positive whole number, or None, got {size!r}")
+        if noise is not None and not (_is_number(noise) and 0 < noise < float("inf")):
+            raise ValueError(f"gact_fx.compile: max_gradient_noise must be a positive number, or None, got {noise!r}")
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ValueError(
+                f"gact_fx.compile: profile_every must be a positive whole number of steps, or None, got {every!r}"
+            )
+        given = [name for name in ("budget_bytes", "max_gradient_noise") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError("gact_fx.compile: give budget_bytes or max_gradient_noise, not both")
+        if given and (self.budget_bits is None or not self.adaptive):
+            reason = "budget_bits=None, which turns compression off" if self.budget_bits is None else "adaptive=False"
+            raise ValueError(f"gact_fx.compile: {given[0]} cannot be kept with {reason}; leave one of them out")
 
     @classmethod
     def from_level(cls, level: str, **overrides: Any) -> Config:

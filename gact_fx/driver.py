@@ -14,6 +14,7 @@ from gact_fx.config import Config
 from gact_fx.inner import decompositions
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
@@ -46,6 +47,7 @@ class Driver:
     def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
         """Passes 1 to 3: what is saved, and how it may be stored."""
         self._run("recompute_attention", lambda: recompute_attention(self.pair), edits=True)
+        self._run("expose_decisions", lambda: expose_decisions(self.pair), edits=True)
         saved = self._run("find_saved_tensors", lambda: find_saved_tensors(self.pair))
         return self._run(
             "decide_eligibility",
@@ -54,18 +56,16 @@ class Driver:
             ),
         )
 
-    def rewrite(self, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
-        """Passes 6 to 8: carry ``plan`` out on the pair, in place."""
+    def insert(self, analysis: GraphAnalysis, plan: GraphPlan) -> None:
+        """Passes 6 and 7: carry ``plan`` out on the pair, in place."""
         slots = tuple(tensor.name for tensor in analysis.saved)
-        self._run(
-            "insert_compression",
-            lambda: insert_compression(self.pair, analysis, plan, group_size=self.config.group_size),
-            edits=True,
-        )
+        self._run("insert_compression", lambda: insert_compression(self.pair, analysis, plan), edits=True)
         self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
+
+    def fuse(self) -> None:
+        """Pass 8, where the configuration or the device asks for it."""
         if self.config.inner == "inductor" and self.config.fuse != "off":
             self._run("fuse_codec", lambda: fuse_codec(self.pair, self._fuses, decompositions()), edits=True)
-        return self.pair
 
     def _fuses(self, device: torch.device) -> bool:
         return self.config.fuse == "on" or not has_compiled_kernels(device.type)

@@ -13,10 +13,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from gact_fx.interpreter import GraphInterpreter
+
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-# Instead of compiling a graph, run it through this: (graph, is_backward, compile) -> a function of a list of inputs;
-# ``compile()`` gives what the inner compiler would.
+# What runs instead of a compiled graph: (graph, is_backward, compile) -> a function of a list of inputs; ``compile()``
+# gives what the inner compiler would.
 Interpret = Callable[[fx.GraphModule, bool, Callable[[], Compiled]], Compiled]
 
 aten = torch.ops.aten
@@ -48,7 +50,7 @@ def compile_pair(
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
     """Run a graph operator by operator, freeing every value after its last use."""
-    return boxed(fx.Interpreter(graph).boxed_run)
+    return boxed(GraphInterpreter(graph).boxed_run)
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:
@@ -59,16 +61,6 @@ def boxed(run: Callable[[list[Any]], Any]) -> Compiled:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-
-def redraws(backward: fx.GraphModule) -> bool:
-    """Whether backward regenerates random numbers from saved seeds, which only Inductor's own code can.
-
-    Run operator by operator, ``inductor_random`` ignores its seed and draws new ones.
-    """
-    prims = torch.ops.prims
-    names = [getattr(node.target, "overloadpacket", None) for node in backward.graph.nodes]
-    return any(name in (prims.inductor_random, prims.inductor_randint) for name in names)
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -121,10 +113,10 @@ def _compile_inductor(
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if options.get("is_inference"):
             return compile_fx_inner(graph, inputs, **options)
+        _keep_input_layouts(graph)
         if interpret is not None:
             is_backward = bool(options.get("is_backward"))
             return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
-        _keep_input_layouts(graph)
         return compile_fx_inner(graph, inputs, **options)
 
     patches = {"custom_partitioner_fn": _partitioner(partition, cache_key)}

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gact_fx.codec_layout import check_rounding
-from gact_fx.records import SavedTensor
+from gact_fx.records import SavedTensor, Sensitivity
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One saved tensor, by its key: ``bits`` per code (None: kept exact), slot seed, measured sensitivity, rounding.
+    """One saved tensor, by its key: ``bits`` per code (None: kept exact), slot seed, measured sensitivity, rounding and
+    group size.
 
-    ``sensitivity`` is GACT's c_l, in units of squared gradient: the tensor adds ``c_l / (2^bits - 1)^2`` to the
-    variance of the gradient. None where it was not measured.
+    ``sensitivity`` is GACT's c_l, in units of squared gradient: stochastic rounding in groups of 256 adds
+    ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
     """
 
     key: str
@@ -27,6 +30,7 @@ class TensorPlan:
     seed: int
     sensitivity: float | None
     rounding: str = "stochastic"
+    group_size: int = 256
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -35,10 +39,11 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """One graph, recognised by the fingerprint of what it saves."""
+    """One graph, recognised by the fingerprint of what it saves; ``saved`` spells out what that is."""
 
     fingerprint: str
     tensors: tuple[TensorPlan, ...]
+    saved: tuple[str, ...] = ()
 
     def entries(self) -> dict[str, TensorPlan]:
         """The entries by key."""
@@ -47,15 +52,37 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown."""
+    """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown.
 
-    budget_bits: float
-    group_size: int
+    ``variance`` is what compression was predicted to add to the gradient's variance, ``minibatch_variance`` what the
+    gradient varies by from batch to batch, both in units of squared gradient, None where not measured.
+    """
+
+    budget_bits: float | None
     model: str
     graphs: tuple[GraphPlan, ...]
+    variance: float | None = None
+    minibatch_variance: float | None = None
 
     def graph(self, fingerprint: str) -> GraphPlan | None:
         return next((g for g in self.graphs if g.fingerprint == fingerprint), None)
+
+    def choices(self) -> dict[tuple[str, str], tuple[int | None, str, int]]:
+        """Bits, rounding and group size by graph and tensor."""
+        return {(g.fingerprint, t.key): (t.bits, t.rounding, t.group_size) for g in self.graphs for t in g.tensors}
+
+    def variance_on(self, sensitivities: Mapping[str, Mapping[str, Sensitivity]]) -> float | None:
+        """The variance this plan would add at other sensitivities, by graph and key; None where one is missing."""
+        terms = []
+        for (graph, key), (bits, rounding, group_size) in self.choices().items():
+            if bits is None:
+                continue
+            found = sensitivities.get(graph, {}).get(key)
+            code = (bits, "dither" if rounding == "dither" else "stochastic", group_size)
+            if found is None or code not in found.variances:
+                return None
+            terms.append(found.variances[code])
+        return math.fsum(terms)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -81,13 +108,36 @@ class Plan:
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:
-    return GraphPlan(data["fingerprint"], tuple(TensorPlan(**tensor) for tensor in data["tensors"]))
+    tensors = tuple(TensorPlan(**tensor) for tensor in data["tensors"])
+    return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]))
+
+
+def saved_values(saved: tuple[SavedTensor, ...]) -> tuple[str, ...]:
+    """Operators, dtypes and ranks of the activations that a graph saves; sizes are left out, so that any batch fits."""
+    return tuple(f"{t.key} {t.dtype} {len(t.shape)}" for t in saved if t.owner == "nobody")
 
 
 def graph_fingerprint(saved: tuple[SavedTensor, ...]) -> str:
-    """Operators, dtypes and ranks of the activations that a graph saves; sizes are left out, so that any batch fits."""
-    text = ";".join(f"{t.key} {t.dtype} {len(t.shape)}" for t in saved if t.owner == "nobody")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """A hash of `saved_values`."""
+    return hashlib.sha256(";".join(saved_values(saved)).encode()).hexdigest()[:16]
+
+
+def differences(plan: Plan, saved: tuple[SavedTensor, ...]) -> str:
+    """What a graph saves and the nearest graph of ``plan`` does not, and the reverse, in words."""
+    here = saved_values(saved)
+    if not plan.graphs:
+        return "it has no graphs"
+    nearest = min(plan.graphs, key=lambda graph: len(set(graph.saved) ^ set(here)))
+    unknown = [value for value in here if value not in nearest.saved]
+    missing = [value for value in nearest.saved if value not in here]
+    parts = [f"the model saves, and the plan does not know, {_shown(unknown)}"] if unknown else []
+    parts += [f"the plan has, and the model does not save, {_shown(missing)}"] if missing else []
+    return "; ".join(parts) or "the same tensors are saved in another order"
+
+
+def _shown(values: list[str], limit: int = 5) -> str:
+    named = ["{} ({}, {}-D)".format(*value.replace("torch.", "").split(" ")) for value in values[:limit]]
+    return ", ".join(named) + (f" and {len(values) - limit} more" if len(values) > limit else "")
 
 
 def model_fingerprint(parameters: list[tuple[str, tuple[int, ...]]]) -> str:

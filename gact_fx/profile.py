@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from gact_fx.recorder import Recorder
 from gact_fx.session import Session
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -40,19 +41,21 @@ def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
 
 
 def profile_batches(
-    model: Any, session: Session, measure: Callable[[], None], batches: Iterable[Any], loss_fn: LossFunction
+    model: Any, session: Session, recorder: Recorder, batches: Iterable[Any], loss_fn: LossFunction
 ) -> None:
     """Run forward and backward on every batch with the profiling backend in place, then make the session's plan.
 
-    ``measure`` is called after each batch's backward pass. No ``.grad`` is written.
+    ``recorder`` watches the model. No ``.grad`` is written.
 
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
     """
     count = 0
+    noise = _Spread()
     with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
         session.announce, session.progress = _bar_callbacks(bar)
         for count, batch in enumerate(_iterate(batches), start=1):
+            recorder.start()
             try:
                 loss = loss_fn(model, batch)
             except ValueError as error:
@@ -63,8 +66,8 @@ def profile_batches(
                 raise _rejected(count - 1, error) from error
             _check_loss(loss)
             # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
-            torch.autograd.grad(loss, leaves_of(loss), allow_unused=True)
-            measure()
+            noise.add(torch.autograd.grad(loss, leaves_of(loss), allow_unused=True))
+            session.measure(recorder.take())
     if not count:
         raise ValueError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "
@@ -75,7 +78,33 @@ def profile_batches(
             "gact_fx.compile: the sample batches gave no finite gradient through a compiled graph; check the loss for "
             "NaN or infinity, and that torch.compile captures the model"
         )
+    session.minibatch_variance = noise.variance()
     session.make_plan()
+
+
+class _Spread:
+    """The variance of gradients that come one by one (Welford's method), in total over their elements."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._means: list[torch.Tensor] = []
+        self._squares = 0.0
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        values = [g.detach().double() for g in gradients if g is not None]
+        if not self._means:
+            self._means = [torch.zeros_like(value) for value in values]
+        if [v.shape for v in values] != [m.shape for m in self._means]:
+            return  # a batch that reaches other parameters
+        self._count += 1
+        for mean, value in zip(self._means, values, strict=True):
+            ahead = value - mean
+            mean += ahead / self._count
+            self._squares += float((ahead * (value - mean)).sum())
+
+    def variance(self) -> float | None:
+        """None for fewer than two."""
+        return self._squares / (self._count - 1) if self._count > 1 else None
 
 
 def _iterate(batches: Iterable[Any]) -> Iterator[Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-KEEP, QUANTIZE, MASK, ALIAS, DROP = "keep", "quantize", "mask", "alias", "drop"
+# How a tensor's codes are made: bits, rounding, group size.
+Code = tuple[int, str, int]
+
+KEEP, QUANTIZE, MASK, PACK, ALIAS, DROP = "keep", "quantize", "mask", "pack", "alias", "drop"
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class SavedTensor:
 class Eligibility:
     """How one saved tensor may be stored, and why not where it may not.
 
-    ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"alias"`` (the blob of ``alias_of``
-    serves), ``"drop"`` (backward does not read it) or ``"keep"``. ``masks`` names the backward nodes whose exact
+    ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"pack"`` (integers, exact, in
+    ``min_bits`` bits), ``"alias"`` (the blob of ``alias_of`` serves), ``"drop"`` (backward does not read it) or
+    ``"keep"``. ``masks`` names the backward nodes whose exact
     boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
     memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
     ``min_bits`` is the least width at which its error stays in proportion.
@@ -65,7 +70,7 @@ class Eligibility:
     alias_of: str = ""
     instead: str = ""
     min_bits: int = 1
-    # False where other slots rely on this one being stored: its masks travel in its blob, or they were dropped for it.
+    # False where its masks travel in its blob.
     exact_allowed: bool = True
     # False where only the masks are read in backward, so that no value needs storing.
     values: bool = True
@@ -87,3 +92,25 @@ class GraphAnalysis:
         return [
             (t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values
         ]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What rounding one saved tensor does to the gradient, in units of squared gradient.
+
+    ``value`` is GACT's c_l: the variance that stochastic rounding at 4 bits in groups of 256 adds, over S(4).
+    ``variances`` has the variance that each way of coding it adds.
+    """
+
+    value: float
+    variances: Mapping[Code, float]
+
+    @classmethod
+    def mean(cls, several: Sequence[Sensitivity]) -> Sensitivity:
+        """The mean over sample batches."""
+        count = len(several)
+        codes = several[0].variances
+        return cls(
+            sum(s.value for s in several) / count,
+            {code: sum(s.variances[code] for s in several) / count for code in codes},
+        )

@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import fx
 
+from gact_fx.interpreter import GraphInterpreter
+
 Resume = Callable[[Any], list[Any]]
+# (node, args, kwargs) -> value
+Call = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Replay:
@@ -15,12 +19,13 @@ class Replay:
 
     ``given`` always maps names of nodes to what is used instead of computing them: values, or functions that make one
     when it is first read. ``inputs`` has the recorded values of the placeholders. Values are dropped after their last
-    use.
+    use. ``call`` runs one operator, by default as `GraphInterpreter` does.
     """
 
-    def __init__(self, module: fx.GraphModule, arguments: Sequence[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, arguments: Sequence[Any], call: Call | None = None) -> None:
         self._nodes = list(module.graph.nodes)
-        self._interpreter = fx.Interpreter(module)
+        interpreter = GraphInterpreter(module)
+        self._call = call or (lambda node, args, kwargs: getattr(interpreter, node.op)(node.target, args, kwargs))
         placeholders = module.graph.find_nodes(op="placeholder")
         self.inputs = {node.name: value for node, value in zip(placeholders, arguments, strict=True)}
         self._dies: dict[fx.Node, list[fx.Node]] = {}
@@ -88,4 +93,4 @@ class Replay:
             return self._read(source, env, given)
 
         args, kwargs = fx.map_arg(node.args, load), fx.map_arg(node.kwargs, load)
-        return getattr(self._interpreter, node.op)(node.target, args, kwargs)
+        return self._call(node, args, kwargs)

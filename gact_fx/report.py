@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from gact_fx.codec_layout import blob_nbytes
+from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
 from gact_fx.driver import Stage
 from gact_fx.ops import has_compiled_kernels
-from gact_fx.plan import Plan
-from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, SavedTensor
+from gact_fx.plan import Plan, TensorPlan
+from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
 
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
@@ -144,7 +144,7 @@ def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
         if encoding == QUANTIZE and bits is None:
             encoding, reason = KEEP, "the planner found it worth its bytes"
         before = 0
-        if tensor.owner in ("nobody", "output") and tensor.storage not in held:
+        if is_counted(tensor) and tensor.storage not in held:
             held.add(tensor.storage)
             before = tensor.storage_nbytes
         yield Row(
@@ -155,22 +155,20 @@ def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
             shape=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
             encoding=encoding,
-            bits=1 if encoding == MASK else bits if encoding == QUANTIZE else None,
+            bits={MASK: 1, PACK: how.min_bits, QUANTIZE: bits}.get(encoding),
             sensitivity=entry.sensitivity if entry is not None else None,
             bytes_before=before,
-            bytes_after=_bytes_after(tensor, how, encoding, bits, before, session.config.group_size),
+            bytes_after=_size_after(tensor, how, entry, encoding, before),
             reason=reason,
         )
 
 
-def _bytes_after(
-    tensor: SavedTensor, how: Eligibility, encoding: str, bits: int | None, before: int, group_size: int
-) -> int:
-    if encoding == MASK:
-        return int(blob_nbytes(how.mask_numel or tensor.numel, torch.bool, 1, group_size))
-    if encoding == QUANTIZE and bits is not None and tensor.dtype is not None:
-        return int(blob_nbytes(tensor.numel, tensor.dtype, bits, group_size, how.mask_numel))
-    return 0 if encoding in (ALIAS, DROP) else before
+def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None, encoding: str, before: int) -> int:
+    if encoding == QUANTIZE and entry is not None:
+        return coded_nbytes(tensor, how, entry)
+    if how.encoding == QUANTIZE and how.instead:
+        return tensor.nbytes
+    return before if encoding == KEEP else exact_nbytes(tensor, how)
 
 
 _COLUMNS = ("graph", "tensor", "op", "shape", "dtype", "stored", "bits", "sensitivity", "before", "after", "reason")

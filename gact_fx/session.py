@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import fx
+
 from gact_fx.aot import GraphPair
+from gact_fx.budget import GraphTensors, choose_plan
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
-from gact_fx.passes import Item, allocate_bits
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, slot_seed
-from gact_fx.records import GraphAnalysis
+from gact_fx.passes.mark_recomputation import mark_recomputation
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
+from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.sensitivity import measure_step
+from gact_fx.tape import Step
 
 log = logging.getLogger("gact_fx")
+# What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
+PROFILE_BITS = 8
+# Re-planning costs a compilation, and must bring the predicted variance down by this much.
+WORTHWHILE = 0.95
 
 
 @dataclass(frozen=True)
 class GraphRecord:
-    """One rewritten graph pair, with what was found and decided."""
+    """One rewritten graph pair, with what was found and decided.
+
+    ``replayable`` are the graphs as the passes left them; those in ``pair`` belong to the inner compiler.
+    """
 
     pair: GraphPair
+    replayable: GraphPair
     analysis: GraphAnalysis
     plan: GraphPlan
     stages: tuple[Stage, ...]
@@ -30,28 +46,27 @@ class GraphRecord:
 
 @dataclass
 class GraphProfile:
-    """Sensitivities of one graph, summed over the backward passes seen."""
+    """Sensitivities of one graph, by key, of every backward pass seen."""
 
     analysis: GraphAnalysis
-    totals: dict[str, float] = field(default_factory=dict)
-    count: int = 0
+    found: dict[str, list[Sensitivity]] = field(default_factory=dict)
 
-    def add(self, analysis: GraphAnalysis, sensitivities: Mapping[str, float]) -> None:
+    def add(self, analysis: GraphAnalysis, sensitivities: dict[str, Sensitivity]) -> None:
         """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
         for tensor in analysis.saved:
             if tensor.name in sensitivities:
-                self.totals[tensor.key] = self.totals.get(tensor.key, 0.0) + sensitivities[tensor.name]
-        self.count += 1
+                self.found.setdefault(tensor.key, []).append(sensitivities[tensor.name])
 
-    def mean(self, key: str) -> float | None:
-        """Mean sensitivity of the tensor with this key, None where it was never measured."""
-        return self.totals[key] / self.count if self.count and key in self.totals else None
+    def tensors(self) -> GraphTensors:
+        """What the budget is shared out among."""
+        means = {key: Sensitivity.mean(values) for key, values in self.found.items()}
+        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means)
 
 
 class Session:
     """State of one compiled model, from the first sample to the running plan.
 
-    ``on_plan`` is called once, when the plan is made from profiles.
+    The functions in ``on_plan`` are called whenever a plan is made.
     """
 
     def __init__(self, config: Config, model: str = "", plan: Plan | None = None) -> None:
@@ -61,53 +76,117 @@ class Session:
         self.plan_was_given = plan is not None
         self.profiles: dict[str, GraphProfile] = {}
         self.records: list[GraphRecord] = []
+        # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
+        self.minibatch_variance: float | None = None
+        self.profile_seconds = 0.0
         self.progress: Callable[[int], None] = lambda count: None
         self.announce: Callable[[int], None] = lambda count: None
-        self.on_plan: Callable[[], None] = lambda: None
+        self.on_plan: list[Callable[[], None]] = []
+        self._last_gradients: list[torch.Tensor] = []
 
-    def profile(self, analysis: GraphAnalysis) -> GraphProfile:
-        """The profile of the graph that saves what ``analysis`` says, new or known."""
-        key = graph_fingerprint(analysis.saved)
-        return self.profiles.setdefault(key, GraphProfile(analysis))
+    def mark(self, nodes: Sequence[fx.Node], static: frozenset[fx.Node]) -> bool:
+        """Marks the joint graph for the partitioner (see `aot.Mark`)."""
+        return mark_recomputation(nodes, static, recompute=self.config.recompute)
+
+    # Profiling
+
+    def measure(self, steps: Sequence[Step]) -> bool:
+        """Add the sensitivities of one training step to the profiles; False where its gradients are not finite."""
+        if not all(step.is_finite for step in steps):
+            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            return False
+        profiles = [self._profile(step.analysis) for step in steps]
+        if not self.config.adaptive:
+            return True
+        start = time.perf_counter()
+        self.announce(sum(len(step.analysis.quantized()) for step in steps))
+        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
+            measured = measure_step(steps, self.config, self.progress)
+        for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
+            profile.add(step.analysis, sensitivities)
+        self.profile_seconds += time.perf_counter() - start
+        return True
+
+    def learn_from(self, steps: Sequence[Step], gradients: list[torch.Tensor]) -> None:
+        """Profile a step of training: make the plan, or make it anew where the bits would change."""
+        last, self._last_gradients = self._last_gradients, gradients
+        if [g.shape for g in last] == [g.shape for g in gradients]:
+            squares = sum(float((a - b).double().square().sum()) for a, b in zip(last, gradients, strict=True))
+            noise = self.plan.variance if self.plan is not None and self.plan.variance is not None else 0.0
+            self.minibatch_variance = max(squares / 2 - noise, 0.0)
+        if self.plan is not None and self.minibatch_variance is None and not last:
+            return  # the first of two steps in a row
+        if self.plan is None and self.config.max_gradient_noise is not None and self.minibatch_variance is None:
+            return
+        self._last_gradients = []
+        if self.plan is not None:
+            self.profiles = {}
+        if self.measure(steps) and self.profiles:
+            self.make_plan()
 
     def make_plan(self) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on."""
-        assert self.config.budget_bits is not None
-        chosen = allocate(self.profiles, self.config)
-        self.plan = Plan(self.config.budget_bits, self.config.group_size, self.model, chosen)
-        total = sum(len(graph.tensors) for graph in chosen)
-        log.info("planned %d saved tensors in %d graphs at %s bits", total, len(chosen), self.config.budget_bits)
+        graphs = [profile.tensors() for profile in self.profiles.values()]
+        plan = choose_plan(graphs, self.config, self.model, self.minibatch_variance)
+        before = self.plan
+        if before is not None and not _is_better(plan, before, graphs):
+            self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
+            return self.plan
+        self.plan = plan
+        self.records = []
+        total = sum(len(graph.tensors) for graph in plan.graphs)
+        log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
         if not total:
             log.warning("nothing to compress: no saved tensor is eligible; gact_fx.inspect(model) gives the reasons")
-        self.on_plan()
-        return self.plan
+        for call in self.on_plan:
+            call()
+        return plan
 
-    def rewrite(self, pair: GraphPair, channels_last: frozenset[str]) -> GraphPair:
-        """Analyse ``pair``, rewrite it by the plan, and record it."""
+    # Compiling
+
+    def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
+        """Analyse ``pair``, rewrite it by the plan (or all at the profiling width), and record it."""
         driver = Driver(pair, self.config)
         analysis = driver.analyze(channels_last)
-        plan = self._graph_plan(analysis)
-        driver.rewrite(analysis, plan)
-        self.records.append(GraphRecord(pair, analysis, plan, tuple(driver.stages)))
-        return pair
+        plan = self._profiling_plan(analysis) if profiling else self._graph_plan(analysis)
+        driver.insert(analysis, plan)
+        replayable = replace(pair, forward=_copy(pair.forward), backward=_copy(pair.backward))
+        driver.fuse()
+        record = GraphRecord(pair, replayable, analysis, plan, tuple(driver.stages))
+        if not profiling:
+            self.records.append(record)
+        return record
 
     def cache_key(self) -> str:
         """Identifies what a rewritten graph depends on, beside the graph itself."""
         return hashlib.sha256(repr((self.config, self.plan)).encode()).hexdigest()
 
+    def _profile(self, analysis: GraphAnalysis) -> GraphProfile:
+        """The profile of the graph that saves what ``analysis`` says, new or known."""
+        return self.profiles.setdefault(graph_fingerprint(analysis.saved), GraphProfile(analysis))
+
+    def _profiling_plan(self, analysis: GraphAnalysis) -> GraphPlan:
+        key = graph_fingerprint(analysis.saved)
+        tensors = [
+            TensorPlan(t.key, PROFILE_BITS, slot_seed(self.config.seed, f"profile {key}", t.key), None)
+            for t, _ in analysis.quantized()
+        ]
+        return GraphPlan(key, tuple(tensors))
+
     def _graph_plan(self, analysis: GraphAnalysis) -> GraphPlan:
         """The plan's entry for this graph, completed where the plan does not know it."""
         key = graph_fingerprint(analysis.saved)
         found = self.plan.graph(key) if self.plan is not None else None
-        if found is None and self.plan_was_given and analysis.quantized() and not self.records:
-            known = ", ".join(g.fingerprint for g in self.plan.graphs) if self.plan else ""
+        is_new = found is None and bool(analysis.quantized())
+        if is_new and self.plan is not None and self.plan_was_given and not self.records:
             raise ValueError(
-                f"gact_fx.compile: the plan does not fit this model: it has no graph {key} (it has {known}); "
+                f"gact_fx.compile: the plan does not fit this model: {differences(self.plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
-        if found is None and analysis.quantized():
+        if is_new:
             log.warning("graph %s was not profiled: every tensor in it gets the same width", key)
-        default = allocate({key: GraphProfile(analysis)}, self.config)[0]
+        alone = replace(self.config, budget_bytes=None, max_gradient_noise=None)
+        default = choose_plan([GraphTensors(key, analysis, {})], alone, self.model, None).graphs[0]
         if found is None:
             return default
         entries = {**default.entries(), **found.entries()}
@@ -116,7 +195,7 @@ class Session:
             entry = entries[tensor.key]
             fits = how.exact_allowed if entry.bits is None else entry.bits >= how.min_bits
             chosen.append(entry if fits else default.entries()[tensor.key])
-        return GraphPlan(key, tuple(chosen))
+        return GraphPlan(key, tuple(chosen), found.saved)
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 
@@ -124,29 +203,18 @@ class Session:
         return Session, (self.config, self.model, self.plan)
 
 
-def allocate(profiles: Mapping[str, GraphProfile], config: Config) -> tuple[GraphPlan, ...]:
-    """Widths for all tensors of all graphs under one budget."""
-    assert config.budget_bits is not None
-    slots = [(key, p, t, how) for key, p in profiles.items() for t, how in p.analysis.quantized()]
-    bits: list[int | None]
-    if config.adaptive:
-        items = [
-            Item(
-                t.numel,
-                t.dtype,
-                p.mean(t.key),
-                how.mask_numel,
-                exact_nbytes=t.storage_nbytes if how.exact_allowed else None,
-                min_bits=how.min_bits,
-            )
-            for _, p, t, how in slots
-            if t.dtype is not None
-        ]
-        bits = allocate_bits(items, config.budget_bits, config.group_size)
-    else:
-        bits = [max(int(config.budget_bits), how.min_bits) for _, _, _, how in slots]
-    plans: dict[str, list[TensorPlan]] = {key: [] for key in profiles}
-    for (key, p, t, _), width in zip(slots, bits, strict=True):
-        seed = slot_seed(config.seed, key, t.key)
-        plans[key].append(TensorPlan(t.key, width, seed, p.mean(t.key), config.rounding))
-    return tuple(GraphPlan(key, tuple(tensors)) for key, tensors in plans.items())
+def _is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
+    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
+    if plan.choices() == before.choices():
+        return False
+    variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
+    return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def _cuda_devices(steps: Sequence[Step]) -> list[int]:
+    tensors = [value for step in steps for value in step.arguments if isinstance(value, torch.Tensor)]
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.records import GraphAnalysis
@@ -19,9 +20,9 @@ MAX_WAITING = 8
 class Step:
     """One graph's backward pass in a training step.
 
-    ``arguments`` are backward's inputs in the order of its placeholders: the exact saved values and the tangents.
-    ``flows`` maps a backward output (the gradient of an input) to the earlier step that computed this input and the
-    name of that step's tangent.
+    ``pair`` has the rewritten graphs, and ``arguments`` are the inputs of its backward graph in the order of the
+    placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
+    earlier step that computed this input and the name of that step's tangent.
     """
 
     pair: GraphPair
@@ -30,12 +31,34 @@ class Step:
     flows: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
     @property
+    def backward(self) -> fx.GraphModule:
+        return self.pair.backward
+
+    @property
+    def readings(self) -> dict[str, str]:
+        """Names of the backward nodes with the values of quantized tensors, in memory order → names of the tensors."""
+        return readings(self.pair.backward, self.analysis)
+
+    @property
     def is_finite(self) -> bool:
         """Whether the tangents are free of NaN and infinity."""
-        slots = self.pair.backward.graph.find_nodes(op="placeholder")
+        slots = self.backward.graph.find_nodes(op="placeholder")
         tangents = self.pair.tangents()
         values = [value for slot, value in zip(slots, self.arguments, strict=True) if slot.name in tangents]
         return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
+
+
+def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str]:
+    """See `Step.readings`: what is decompressed, and quantized tensors that the plan keeps exact and backward reads."""
+    found = {}
+    names = {tensor.name for tensor, _ in analysis.quantized()}
+    for slot in backward.graph.find_nodes(op="placeholder"):
+        if slot.name not in names or not slot.users:
+            continue
+        loads = [user for user in slot.users if user.target is torch.ops.gact_fx.decompress.default]
+        values = [load for load in loads if load.meta["val"].dtype.is_floating_point]
+        found.update({node.name: slot.name for node in (values if loads else [slot])})
+    return found
 
 
 @dataclass(eq=False)

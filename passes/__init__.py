@@ -1,42 +1,63 @@
-"""The passes, in the order in which they run on one forward and backward graph.
+"""The passes, in the order in which they run on one model.
 
-1. ``recompute_attention``  fused attention's logsumexp is computed again in backward, from what query and key became
-2. ``find_saved_tensors``   what forward keeps for backward, and who else holds it
-3. ``decide_eligibility``   which of it may be compressed, and how, with a reason for each refusal
+1. ``mark_recomputation``   in the joint graph: what backward may compute again, and what must be saved
+   (PyTorch's min-cut partitioner then cuts the joint graph in two)
+2. ``recompute_attention``  fused attention's logsumexp is computed again in backward, from what query and key became
+3. ``expose_decisions``     ReLU, clamp and the like as comparisons, in backward
+4. ``find_saved_tensors``   what forward keeps for backward, and who else holds it
+5. ``decide_eligibility``   which of it may be compressed, and how, with a reason for each refusal
    (``find_masks``          the decisions backward takes from saved values, to be stored exactly;
-   ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain)
-4. ``measure_sensitivity``  how much each tensor's rounding error moves the gradient, on a real step
-5. ``allocate_bits``        a width for each tensor, under the budget of the whole model
-6. ``insert_compression``   compress into forward, decompress into backward
-7. ``verify_graphs``        the contract with AOTAutograd
-8. ``fuse_codec``           compress and decompress spelled out for Inductor to fuse, where that is the faster way
+   ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain;
+   ``bound_indices``        the range of indices, which are packed)
+6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
+   (``measure_sensitivity`` the same one tensor at a time, by GACT's Algorithm 1;
+   ``measure_rounding``     the error that every width, rounding and group size makes)
+7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
+8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
+9. ``insert_compression``   compress into forward, decompress into backward
+10. ``verify_graphs``       the contract with AOTAutograd
+11. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
 
-1 to 3 run when a graph is compiled, 4 on sample batches, 5 once for all graphs, 6 to 8 when a graph is compiled with
-the plan. Only 1, 6 and 8 edit graphs. ``gact_fx.driver`` runs them, times them, and keeps the graphs' text before and
-after each edit.
+1 to 5 and 9 to 11 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
+training steps, 7 and 8 once for all graphs. Only 2, 3, 9 and 11 edit graphs. ``gact_fx.driver`` runs those on graph
+pairs, times them, and keeps the graphs' text before and after each edit.
 """
 
-from gact_fx.passes.allocate_bits import Item, allocate_bits
+from gact_fx.passes.allocate_bits import Choice, allocate_bits, fewest_bytes
+from gact_fx.passes.bound_indices import index_limit
 from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_masks import find_masks
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.find_substitutes import find_substitutes
 from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
-from gact_fx.passes.measure_sensitivity import measure_sensitivity, step_variance
+from gact_fx.passes.list_choices import Item, list_choices
+from gact_fx.passes.mark_recomputation import mark_recomputation
+from gact_fx.passes.measure_adjoint import measure_adjoint
+from gact_fx.passes.measure_rounding import RoundingMeter, step_variance
+from gact_fx.passes.measure_sensitivity import measure_sensitivity
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 
 __all__ = [
+    "Choice",
     "GraphVerificationError",
     "Item",
+    "RoundingMeter",
     "allocate_bits",
     "decide_eligibility",
+    "expose_decisions",
+    "fewest_bytes",
     "find_masks",
     "find_saved_tensors",
     "find_substitutes",
     "fuse_codec",
+    "index_limit",
     "insert_compression",
+    "list_choices",
+    "mark_recomputation",
+    "measure_adjoint",
     "measure_sensitivity",
     "recompute_attention",
     "step_variance",

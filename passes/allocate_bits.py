@@ -1,122 +1,191 @@
-"""Allocate widths to saved tensors: the least gradient variance that fits the budget (GACT, section 4.2).
+"""Allocate bits to saved tensors: one choice for each from its menu, by bytes and by variance added to the gradient.
 
-Minimises ``sum_l c_l S(b_l)`` subject to the bytes of all blobs, metadata included. Every tensor's menu of widths is
-reduced to its convex hull of variance over bytes; then the step with the largest gain per byte is taken, until none
-fits.
+Minimises the total variance within a budget of bytes (GACT, Liu et al., ICML 2022, section 4.2), or the total bytes
+within a bound on the variance. Either is a multiple-choice knapsack problem (Sinha & Zoltners, Operations Research
+27(3), 1979). Its linear relaxation is solved by the steps along every menu's lower convex hull, the largest gain for
+its cost first; where a step fits no more, the relaxation takes a part of it. What is returned is never worse than the
+relaxation by more than the gain of that one step, and never gets worse when the limit is raised.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-import torch
-
-from gact_fx.codec_layout import blob_nbytes
-from gact_fx.passes.measure_sensitivity import step_variance
-
-WIDTHS = range(1, 9)
-# Least sensitivity per element, relative to the median.
-FLOOR = 1e-2
-
-
-@dataclass(frozen=True)
-class Item:
-    """One tensor that wants a width. ``sensitivity`` None: unknown, taken as proportional to its elements.
-
-    ``exact_nbytes``: what keeping it as it is holds (a view holds its whole storage), or None where that is not
-    allowed.
-    """
-
-    numel: int
-    dtype: torch.dtype
-    sensitivity: float | None
-    mask_numel: int = 0
-    exact_nbytes: int | None = None
-    min_bits: int = 1
+# Totals of variances are compared to this relative accuracy, so that a bound that is itself such a total can be met
+# in whatever order it was summed.
+ROUNDING_ERROR = 1e-12
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A width (None: kept exact), what it costs in bytes, and the variance it leaves."""
+    """One way to store a tensor: codes of ``bits`` bits (1-8, 16; None: kept exact), their rounding and group size,
+    the bytes it costs, and the variance it adds to the gradient."""
 
     bits: int | None
+    rounding: str
+    group_size: int
     nbytes: int
     variance: float
 
 
-def allocate_bits(items: Sequence[Item], budget_bits: float, group_size: int) -> list[int | None]:
-    """A width for every item, in order; ``budget_bits`` is the average per element, metadata and masks included.
+Menu = Sequence[Choice]
+# A choice as (cost, loss): the one is limited, the other minimised. Points of a menu: costs ascend, losses descend.
+Point = tuple[float, float]
 
-    Where even the least width for every tensor is over the budget, that is what every tensor gets.
+
+def allocate_bits(menus: Sequence[Menu], budget_bytes: float) -> list[Choice]:
+    """A choice from every menu: the least total variance within ``budget_bytes``, to within one tensor's step.
+
+    Where even the cheapest choice of every menu is over the budget: the cheapest of every menu.
     """
-    menus = [_convex_menu(_choices(item, sensitivity, group_size)) for item, sensitivity in _with_sensitivities(items)]
-    chosen = [0] * len(items)
-    left = budget_bits / 8 * sum(item.numel for item in items) - sum(menu[0].nbytes for menu in menus)
-    heap = [_next_step(menu, 0, index) for index, menu in enumerate(menus) if len(menu) > 1]
-    heapq.heapify(heap)
-    while heap:
-        _, index = heapq.heappop(heap)
-        menu, at = menus[index], chosen[index]
-        cost = menu[at + 1].nbytes - menu[at].nbytes
-        if cost > left:
-            continue
-        left -= cost
-        chosen[index] = at + 1
-        if at + 2 < len(menu):
-            heapq.heappush(heap, _next_step(menu, at + 1, index))
-    return [menu[at].bits for menu, at in zip(menus, chosen, strict=True)]
+    _check("allocate_bits", menus, "budget_bytes", budget_bytes)
+    efficient = [_efficient(menu) for menu in menus]
+    chosen = _minimise([[(float(c.nbytes), c.variance) for c in menu] for menu in efficient], budget_bytes)
+    return [menu[at] for menu, at in zip(efficient, chosen, strict=True)]
 
 
-def _with_sensitivities(items: Sequence[Item]) -> list[tuple[Item, float]]:
-    items = [item if _is_finite(item.sensitivity) else replace(item, sensitivity=None) for item in items]
-    known = [item.sensitivity / item.numel for item in items if item.sensitivity is not None]
-    mean = sum(known) / len(known) if known and sum(known) > 0 else 1.0
-    # What moves little when it is measured, most of all at initialisation, may move much later: sensitivities of
-    # attention inputs were seen to grow a thousandfold in 200 steps. Far below the median none is believed.
-    floor = FLOOR * (sorted(known)[len(known) // 2] if known else mean) or FLOOR * mean
-    return [
-        (item, item.numel * max(mean if item.sensitivity is None else item.sensitivity / item.numel, floor))
-        for item in items
-    ]
+def fewest_bytes(menus: Sequence[Menu], max_variance: float) -> list[Choice]:
+    """A choice from every menu: the fewest total bytes, to within one tensor's step, that add ``max_variance`` at most.
+
+    Where that cannot be reached: the least variance of every menu.
+    """
+    _check("fewest_bytes", menus, "max_variance", max_variance)
+    efficient = [_efficient(menu)[::-1] for menu in menus]
+    points = [[(c.variance, float(c.nbytes)) for c in menu] for menu in efficient]
+    chosen = _minimise(points, max_variance * (1 + ROUNDING_ERROR))
+    return [menu[at] for menu, at in zip(efficient, chosen, strict=True)]
 
 
-def _is_finite(sensitivity: float | None) -> bool:
-    return sensitivity is not None and math.isfinite(sensitivity)
+def _check(op: str, menus: Sequence[Menu], name: str, limit: float) -> None:
+    if math.isnan(limit):
+        raise ValueError(f"gact_fx.{op}: {name} must be a number, got {limit}; pass math.inf for no limit")
+    for index, menu in enumerate(menus):
+        if not menu:
+            raise ValueError(f"gact_fx.{op}: every menu needs a choice, got none in menu {index}; leave the tensor out")
+        for choice in menu:
+            if not (0 <= choice.nbytes < math.inf and 0 <= choice.variance < math.inf):
+                raise ValueError(
+                    f"gact_fx.{op}: nbytes and variance must be finite and not negative, got {choice} in menu {index}; "
+                    "leave the choice out"
+                )
 
 
-def _choices(item: Item, sensitivity: float, group_size: int) -> list[Choice]:
-    choices = [
-        Choice(
-            bits,
-            int(blob_nbytes(item.numel, item.dtype, bits, group_size, item.mask_numel)),
-            sensitivity * step_variance(bits),
+def _efficient(menu: Menu) -> list[Choice]:
+    """The choices that no other beats in both bytes and variance, cheapest first."""
+    kept: list[Choice] = []
+    for choice in sorted(menu, key=lambda c: (c.nbytes, c.variance)):
+        if not kept or choice.variance < kept[-1].variance:
+            kept.append(choice)
+    return kept
+
+
+def _minimise(menus: list[list[Point]], limit: float) -> list[int]:
+    """For every menu the index of its choice.
+
+    The better of two: greedily adding to the cheapest of every menu, and greedily taking from the dearest of every
+    menu, which keeps a large step where the former has spent its room on small ones.
+    """
+    if limit < _total(menus, [0] * len(menus), 0):
+        return [0] * len(menus)
+    added, _, _ = _Greedy(menus).run(limit)
+    reverse = _Greedy([[(loss, cost) for cost, loss in reversed(menu)] for menu in menus]).least_cost(limit)
+    taken = [len(menu) - 1 - at for menu, at in zip(menus, reverse, strict=True)]
+    return min(added, taken, key=lambda chosen: _total(menus, chosen, 1))
+
+
+class _Greedy:
+    """Solutions for any limit: from the cheapest of every menu, always the step with the most gain for its cost."""
+
+    def __init__(self, menus: list[list[Point]]) -> None:
+        self.menus = menus
+        hulls = [_hull(menu) for menu in menus]
+        steps = sorted(
+            (-_gain(menu[a], menu[b]), index, a, b)
+            for index, (menu, hull) in enumerate(zip(menus, hulls, strict=True))
+            for a, b in pairwise(hull)
         )
-        for bits in WIDTHS
-        if bits >= item.min_bits
-    ]
-    if item.exact_nbytes is not None:
-        choices.append(Choice(None, item.exact_nbytes, 0.0))
-    return choices
+        self.steps = [(index, b) for _, index, _, b in steps]
+        # Totals after so many steps. Both are summed from their small end: variances span many orders of magnitude.
+        costs = [menus[index][b][0] - menus[index][a][0] for _, index, a, b in steps]
+        losses = [menus[index][a][1] - menus[index][b][1] for _, index, a, b in reversed(steps)]
+        self.costs = list(accumulate(costs, initial=math.fsum(menu[0][0] for menu in menus)))
+        self.losses = list(accumulate(losses, initial=math.fsum(menu[-1][1] for menu in menus)))[::-1]
+
+    def run(self, limit: float) -> tuple[list[int], float, float]:
+        """The solution within ``limit``, its cost, and the next limit that may have another solution.
+
+        Next is always the step, on the hull or not, with the most gain for its cost among those that fit. Where a
+        higher limit lets another one fit, that has more gain for its cost than all that fit without it, and it costs
+        more than all they may: the solution for a higher limit is never worse.
+        """
+        chosen = [0] * len(self.menus)
+        # While the next step on the hulls fits, no step off them has more gain for its cost.
+        for index, b in self.steps[: bisect_right(self.costs, limit) - 1]:
+            chosen[index] = b
+        left, following = limit - _total(self.menus, chosen, 0), math.inf
+        # The first round goes nowhere and looks up the best step of every menu.
+        heap = [(-math.inf, index, b) for index, b in enumerate(chosen)]
+        while heap:
+            _, index, b = heapq.heappop(heap)
+            menu = self.menus[index]
+            cost = menu[b][0] - menu[chosen[index]][0]
+            # A step that no longer fits gives way to the best of the same menu that does.
+            if cost <= left:
+                left -= cost
+                chosen[index] = b
+            step, excess = _best_step(menu, chosen[index], left)
+            following = min(following, limit + excess)
+            if step is not None:
+                heapq.heappush(heap, (-_gain(menu[chosen[index]], menu[step]), index, step))
+        return chosen, _total(self.menus, chosen, 0), following
+
+    def least_cost(self, max_loss: float) -> list[int]:
+        """The solution at the least limit that brings the loss to ``max_loss`` or below."""
+        reached = bisect_left(self.losses, -max_loss, key=lambda loss: -loss)
+        low, high = self.costs[max(0, reached - 1)], self.costs[reached]
+        best, _, _ = self.run(high)
+        while low < high:
+            middle = low + (high - low) / 2
+            chosen, cost, following = self.run(middle)
+            # Every limit from the cost of a solution to the following limit has the same solution.
+            if _total(self.menus, chosen, 1) <= max_loss:
+                best, high = chosen, min(cost, math.nextafter(middle, -math.inf))
+            else:
+                low = max(following, math.nextafter(middle, math.inf))
+        return best
 
 
-def _convex_menu(choices: list[Choice]) -> list[Choice]:
-    """The choices on the lower convex hull of variance over bytes, cheapest first."""
-    hull: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.nbytes, c.variance)):
-        if hull and choice.variance >= hull[-1].variance:
-            continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], choice):
+def _hull(menu: list[Point]) -> list[int]:
+    """The indices of the points on the lower convex hull."""
+    hull: list[int] = []
+    for b, point in enumerate(menu):
+        while len(hull) > 1 and _gain(menu[hull[-2]], menu[hull[-1]]) <= _gain(menu[hull[-1]], point):
             hull.pop()
-        hull.append(choice)
+        hull.append(b)
     return hull
 
 
-def _gain(cheap: Choice, dear: Choice) -> float:
-    return (cheap.variance - dear.variance) / (dear.nbytes - cheap.nbytes)
+def _best_step(menu: list[Point], at: int, left: float) -> tuple[int | None, float]:
+    """Where the step leads that has the most gain for its cost within ``left``; by how much the next does not fit."""
+    best, best_gain = None, -math.inf
+    for b in range(at + 1, len(menu)):
+        cost = menu[b][0] - menu[at][0]
+        if cost > left:
+            return best, cost - left
+        gain = _gain(menu[at], menu[b])
+        if gain > best_gain:
+            best, best_gain = b, gain
+    return best, math.inf
 
 
-def _next_step(menu: list[Choice], at: int, index: int) -> tuple[float, int]:
-    return -_gain(menu[at], menu[at + 1]), index
+def _gain(cheap: Point, dear: Point) -> float:
+    return (cheap[1] - dear[1]) / (dear[0] - cheap[0])
+
+
+def _total(menus: list[list[Point]], chosen: list[int], axis: int) -> float:
+    return math.fsum(menu[at][axis] for menu, at in zip(menus, chosen, strict=True))

@@ -10,9 +10,10 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.passes.bound_indices import index_limit
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_substitutes import find_substitutes
-from gact_fx.records import ALIAS, DROP, KEEP, MASK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.records import ALIAS, DROP, KEEP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.symbolic import SizeBuilder, hint
 
 aten = torch.ops.aten
@@ -21,10 +22,10 @@ _TOO_LARGE = "the decisions that follow from it take as much memory as it does"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6
+_PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 _OWNERS = {
     "parameter": "a parameter or buffer, held anyway",
     "caller": "an input that the caller holds",
-    "output": "an output of the graph, which its caller may hold",
     "symbol": "not a tensor",
 }
 # Reductions whose results are per-row statistics (means, variances, maxima of softmax, logsumexp): few, and every
@@ -54,10 +55,11 @@ def decide_eligibility(
     sources = {value.name: value.source for value in pair.saved_values()}
     sizes = SizeBuilder(pair.backward.graph)
     nodes = {node.name: node for node in pair.backward.graph.nodes}
-    reasons = {t.name: _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
+    bits = {t.name: _integer_bits(t, sources[t.name], min_elements) for t in saved}
+    reasons = {t.name: "" if bits[t.name] else _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
     while True:
         _refuse_shared(saved, reasons)
-        lossy = frozenset(t.name for t in saved if not reasons[t.name] and t.dtype is not torch.bool)
+        lossy = frozenset(t.name for t in saved if not (reasons[t.name] or bits[t.name] or t.dtype is torch.bool))
         masks = find_masks(pair, lossy)
         substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts))
         mask_numel = _mask_numel(masks, nodes)
@@ -76,10 +78,14 @@ def decide_eligibility(
         name = tensor.name
         own = tuple(mask for mask, host in masks.hosts.items() if host == name)
         instead = "" if name in aliases or name in aliases.values() else substitutes.instead.get(name, "")
-        is_needed = name in read or (instead and instead not in taken)
-        is_unread = not nodes[name].users or not (reasons[name] or own or is_needed)
-        if tensor.owner == "nobody" and is_unread:
+        is_needed = bool(own) or name in read or (instead and instead not in taken)
+        if tensor.owner in ("nobody", "output") and not is_needed:
             decisions.append(Eligibility(name, DROP, "backward does not read it"))
+            continue
+        if bits[name]:
+            order = _order(tensor.stride, False)
+            reason = "integers of a known range, packed exactly"
+            decisions.append(Eligibility(name, PACK, reason, order=order, min_bits=bits[name]))
             continue
         if reasons[name]:
             decisions.append(Eligibility(name, KEEP, reasons[name]))
@@ -106,8 +112,7 @@ def decide_eligibility(
             reason = f"the same memory as {aliases[name]}"
             decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_order(tensor.stride, False))
         decisions.append(decision)
-    relied_upon = any(how.encoding == DROP and nodes[how.name].users for how in decisions)
-    decisions = [replace(how, exact_allowed=not (how.masks or (how.instead and relied_upon))) for how in decisions]
+    decisions = [replace(how, exact_allowed=not how.masks) for how in decisions]
     return GraphAnalysis(saved, tuple(decisions))
 
 
@@ -136,6 +141,16 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
     if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
         return "its size is not known in backward"
     return ""
+
+
+def _integer_bits(tensor: SavedTensor, node: fx.Node, min_elements: int) -> int:
+    """Bits that hold every value of an integer tensor exactly, 0 where they are not known or save nothing."""
+    is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
+    if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
+        return 0
+    limit = index_limit(node)
+    bits = 0 if limit is None else max(limit - 1, 1).bit_length()
+    return bits if bits <= min(16, tensor.dtype.itemsize * 8 - 1) else 0
 
 
 def _is_statistic(node: fx.Node) -> bool:
@@ -180,18 +195,15 @@ def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> N
 
 
 def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: MaskAnalysis) -> dict[str, str]:
-    """Tensors that are the whole of a storage which another saved tensor is the whole of, too."""
-    first: dict[tuple[int, torch.dtype | None], str] = {}
-    aliases = {}
-    for tensor in saved:
-        is_whole = tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic and tensor.dtype in SOURCE_DTYPES
-        if reasons[tensor.name] or not is_whole or tensor.name not in masks.values:
-            continue
-        key = (tensor.storage, tensor.dtype)
-        if key in first and tensor.name not in masks.hosts.values():
-            aliases[tensor.name] = first[key]
-        first.setdefault(key, tensor.name)
-    return aliases
+    """Tensors that lie in a storage which another saved tensor is the whole of: its blob serves them, too."""
+    fits = [t for t in saved if not reasons[t.name] and t.name in masks.values and t.dtype in SOURCE_DTYPES]
+    fits = [t for t in fits if not t.dynamic]
+    whole: dict[tuple[int, torch.dtype | None], str] = {}
+    for tensor in fits:
+        if tensor.nbytes == tensor.storage_nbytes:
+            whole.setdefault((tensor.storage, tensor.dtype), tensor.name)
+    hosts = {t.name: whole.get((t.storage, t.dtype), t.name) for t in fits}
+    return {name: host for name, host in hosts.items() if host != name and name not in masks.hosts.values()}
 
 
 def _order(stride: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:

@@ -101,15 +101,31 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
             refused.update({name: f"backward decides by it ({node.target})" for name in sources[node]})
     if refused:
         return {}, refused
-    # Of a chain of boolean operations only the last results need storing.
+    # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
     boolean = set(decisions)
-    hosts = {node.name: min(sources[node]) for node in decisions if any(user not in boolean for user in node.users)}
+    known: set[fx.Node] = set()
+    hosts = {}
+    for node in decisions:
+        if boolean.issuperset(node.all_input_nodes) and known.issuperset(node.all_input_nodes):
+            known.add(node)
+        elif any(user not in boolean for user in node.users):
+            known.add(node)
+            hosts[node.name] = min(sources[node])
     return hosts, {}
 
 
+def is_discontinuous(node: fx.Node) -> bool:
+    """Whether rounding what ``node`` reads could make its result jump, comparisons apart, which can be stored."""
+    if getattr(node.target, "overloadpacket", None) in _DISCONTINUOUS:
+        return True
+    value = node.meta.get("val")
+    is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype is not torch.bool
+    inputs = [i.meta.get("val") for i in node.all_input_nodes]
+    return is_integer and any(isinstance(i, torch.Tensor) and i.dtype.is_floating_point for i in inputs)
+
+
 def _decides(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _DISCONTINUOUS:
+    if getattr(node.target, "overloadpacket", None) in _DISCONTINUOUS:
         return True
     values = node.meta.get("val")
     values = values if isinstance(values, (tuple, list)) else (values,)

@@ -104,7 +104,7 @@ class _Region:
                 packet = getattr(user.target, "overloadpacket", None)
                 for position in _UNBOUNDED.get(packet, ()):
                     reads = len(user.args) > position and user.args[position] is node
-                    if reads and not _is_nonpositive(node) and not recomputes(user):
+                    if reads and not _is_nonpositive(node) and not _is_logistic(user) and not recomputes(user):
                         yield user
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
@@ -159,6 +159,32 @@ def _is_square(node: object) -> bool:
     if packet is aten.pow:
         return isinstance(node.args[1], int) and node.args[1] % 2 == 0
     return packet is aten.square or (packet is aten.mul and node.args[0] is node.args[1])
+
+
+def _is_logistic(node: fx.Node) -> bool:
+    """Whether ``node`` is part of ``y / (1 + exp(x))`` or ``log(1 + exp(x))``, which are smooth although their parts
+    are not bounded.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.exp:
+        return bool(node.users) and all(_is_one_plus_exp(user) for user in node.users)
+    positions = {aten.div: 1, aten.reciprocal: 0, aten.log: 0}
+    return packet in positions and _is_one_plus_exp(node.args[positions[packet]])
+
+
+def _is_one_plus_exp(node: object) -> bool:
+    """``exp(x) + c`` with c > 0, read by nothing but quotients and logarithms."""
+    if not isinstance(node, fx.Node) or getattr(node.target, "overloadpacket", None) is not aten.add:
+        return False
+    terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
+    numbers = [term for term in node.args[:2] if isinstance(term, (int, float))]
+    is_sum = len(terms) == 1 and terms[0].target is aten.exp.default and bool(numbers) and numbers[0] > 0
+    reads = {aten.div: (1,), aten.reciprocal: (0,), aten.log: (0,)}
+    return is_sum and all(
+        all(user.args[i] is node for i in reads.get(getattr(user.target, "overloadpacket", None), ()))
+        and getattr(user.target, "overloadpacket", None) in reads
+        for user in node.users
+    )
 
 
 def _negative(value: object) -> bool:

@@ -19,23 +19,24 @@ from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.graph_edit import add_call
 from gact_fx.plan import GraphPlan, TensorPlan
-from gact_fx.records import ALIAS, DROP, MASK, QUANTIZE, Eligibility, GraphAnalysis
+from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
 from gact_fx.symbolic import SizeBuilder
 
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 convert = torch.ops.prims.convert_element_type.default
-MASK_BITS = 1
+# Bits, group size and seed; of these only bits matters to masks and integers.
+MASK_CODEC = (1, 256, 0)
 
 
-def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan, *, group_size: int) -> GraphPair:
+def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
     """Rewrite ``pair`` in place; tensors that ``plan`` keeps (``bits`` None) stay as they are.
 
     Raises:
         KeyError: ``plan`` has no entry for a tensor that is to be quantized.
     """
-    editor = _Editor(pair, group_size)
+    editor = _Editor(pair)
     values = {value.name: value for value in pair.saved_values()}
     entries = plan.entries()
     aliases: dict[str, list[SavedValue]] = {}
@@ -48,8 +49,14 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
             editor.save_nothing(value)
         elif how.encoding == MASK:
             editor.save_masks(value, how)
-        elif how.encoding == QUANTIZE and entries[tensor.key].bits is not None:
-            editor.save_codes(value, how, entries[tensor.key], aliases.get(how.name, []))
+        elif how.encoding == PACK:
+            editor.save_integers(value, how)
+        elif how.encoding == QUANTIZE:
+            entry = entries[tensor.key]
+            if entry.bits is not None:
+                editor.save_codes(value, how, entry, aliases.get(how.name, []))
+            elif how.instead:
+                editor.save_instead(value, how)
     editor.finish()
     return pair
 
@@ -57,10 +64,8 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
 class _Editor:
     """Edits forward at once and collects backward's edits, since mask chains are copied from backward as it was."""
 
-    def __init__(self, pair: GraphPair, group_size: int) -> None:
+    def __init__(self, pair: GraphPair) -> None:
         self._pair = pair
-        self._group_size = group_size
-        self._mask_codec = (MASK_BITS, group_size, 0)
         self._sizes = SizeBuilder(pair.backward.graph)
         self._backward = {node.name: node for node in pair.backward.graph.nodes}
         self._forward = {node.name: node for node in pair.forward.graph.nodes}
@@ -73,7 +78,7 @@ class _Editor:
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
         dense = self._in_order(self._derive(read), how.order)
-        codec = (plan.bits, self._group_size, plan.seed)
+        codec = (plan.bits, plan.group_size, plan.seed)
         blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
@@ -83,14 +88,27 @@ class _Editor:
             lambda: self._load_values(value, read, original, how.order, (*codec, plan.rounding), views)
         )
 
+    def save_instead(self, value: SavedValue, how: Eligibility) -> None:
+        """The node that stands for the tensor, as it is: what backward would make it from may not be saved any more."""
+        read = self._backward[how.instead]
+        self._pair.replace_saved(value, self._derive(read))
+        self._value_edits.append(lambda: _replace(read, value.placeholder, set()))
+
+    def save_integers(self, value: SavedValue, how: Eligibility) -> None:
+        slot, original = value.placeholder, value.source.meta["val"]
+        codec = (how.min_bits, *MASK_CODEC[1:])
+        blob = self._add_forward(compress, (self._in_order(value.source, how.order), *codec), f"{value.name}_blob")
+        self._pair.replace_saved(value, blob)
+        self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, codec, []))
+
     def save_masks(self, value: SavedValue, how: Eligibility) -> None:
         mask = self._packed_masks(how) if how.masks else self._as_bytes(value.source, how.order)
-        blob = self._add_forward(compress, (mask, *self._mask_codec), f"{value.name}_blob")
+        blob = self._add_forward(compress, (mask, *MASK_CODEC), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
         if not how.masks:
             slot, original = value.placeholder, value.source.meta["val"]
-            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, self._mask_codec, []))
+            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, MASK_CODEC, []))
 
     def save_nothing(self, value: SavedValue) -> None:
         """An empty tensor in the slot, since positions must not change."""
@@ -185,13 +203,14 @@ class _Editor:
         if not users:
             return
         graph = self._pair.backward.graph
+        start = original.storage_offset()
         with graph.inserting_before(min(users)):
             dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, codec, order)
             views = [
                 add_call(
                     graph,
                     aten.as_strided.default,
-                    (dense, list(view.shape), list(view.stride()), 0),
+                    (dense, list(view.shape), list(view.stride()), view.storage_offset() - start),
                     f"{alias.name}_view",
                 )
                 for alias, view in aliases
@@ -209,7 +228,7 @@ class _Editor:
         shapes = [[m.meta["val"].shape[d] for d in order] for m, order in zip(masks, orders, strict=True)]
         with graph.inserting_before(min(user for mask in masks for user in mask.users)):
             if len(masks) == 1:
-                loaded = [self._load(value, shapes[0], torch.bool, self._mask_codec, orders[0])[1]]
+                loaded = [self._load(value, shapes[0], torch.bool, MASK_CODEC, orders[0])[1]]
             else:
                 loaded = self._load_several(value, shapes, orders)
         for mask, exact in zip(masks, loaded, strict=True):
@@ -220,7 +239,7 @@ class _Editor:
     ) -> list[fx.Node]:
         graph = self._pair.backward.graph
         ends = list(accumulate(math.prod(shape) for shape in shapes))
-        flat, _ = self._load(value, [ends[-1]], torch.bool, self._mask_codec, [0])
+        flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_CODEC, [0])
         loaded = []
         for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
             part = add_call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")

@@ -1,0 +1,111 @@
+"""From sensitivities to a plan: menus, the budget in its three forms, and the warning when it is too tight."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gact_fx.accounting import fixed_nbytes
+from gact_fx.codec_layout import ROUNDINGS
+from gact_fx.config import GROUP_SIZES, Config
+from gact_fx.passes.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
+from gact_fx.passes.list_choices import Item, list_choices
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, saved_values, slot_seed
+from gact_fx.records import GraphAnalysis, Sensitivity
+
+log = logging.getLogger("gact_fx")
+DEFAULT_GROUP = 256
+# Compression variance beyond this share of the minibatch gradient's own is worth a warning.
+NOISE_LIMIT = 0.1
+
+
+@dataclass(frozen=True)
+class GraphTensors:
+    """One graph's tensors, and what was measured about them, by key."""
+
+    fingerprint: str
+    analysis: GraphAnalysis
+    sensitivities: Mapping[str, Sensitivity]
+
+
+def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
+    """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
+    slots = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
+    items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in slots]
+    menus = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
+    chosen = _choose(menus, graphs, config, minibatch_variance)
+    variance = math.fsum(choice.variance for choice in chosen)
+    is_known = bool(items) and all(item.sensitivity is not None for item in items)
+    if is_known and minibatch_variance is not None:
+        _warn_of_noise(menus, variance, minibatch_variance, sum(item.tensor.numel for item in items))
+    plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
+    for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
+        value = None if item.sensitivity is None else item.sensitivity.value
+        seed = slot_seed(config.seed, graph.fingerprint, tensor.key)
+        entry = TensorPlan(tensor.key, choice.bits, seed, value, choice.rounding, choice.group_size)
+        plans[graph.fingerprint].append(entry)
+    return Plan(
+        budget_bits=config.budget_bits,
+        model=model,
+        graphs=tuple(
+            GraphPlan(graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved))
+            for graph in graphs
+        ),
+        variance=variance if is_known else None,
+        minibatch_variance=minibatch_variance,
+    )
+
+
+def _choose(
+    menus: Sequence[Menu], graphs: Sequence[GraphTensors], config: Config, minibatch_variance: float | None
+) -> list[Choice]:
+    numel = sum(t.numel for graph in graphs for t, _ in graph.analysis.quantized())
+    assert config.budget_bits is not None
+    if not config.adaptive:
+        return [_fixed(menu, int(config.budget_bits)) for menu in menus]
+    if config.max_gradient_noise is not None:
+        if minibatch_variance is None:
+            raise ValueError(
+                "gact_fx.compile: max_gradient_noise needs the variance of the minibatch gradient, and this model gave "
+                "none; pass budget_bits instead"
+            )
+        return fewest_bytes(menus, config.max_gradient_noise * minibatch_variance)
+    if config.budget_bytes is not None:
+        fixed = sum(fixed_nbytes(graph.analysis) for graph in graphs)
+        least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
+        if least > config.budget_bytes:
+            log.warning(
+                "budget_bytes=%d cannot be kept: with every tensor at its least width this model holds %d bytes for "
+                "backward; use recompute='full', a smaller batch, or a larger budget", config.budget_bytes, least,
+            )  # fmt: skip
+        return allocate_bits(menus, config.budget_bytes - fixed)
+    return allocate_bits(menus, config.budget_bits / 8 * numel)
+
+
+def _fixed(menu: Menu, bits: int) -> Choice:
+    """The least width of at least ``bits`` in groups of the default size; exact codes do not count."""
+    coded = [choice for choice in menu if choice.bits is not None and choice.bits >= bits]
+    return min(coded, key=lambda c: (c.bits, c.rounding != "stochastic", abs(c.group_size - DEFAULT_GROUP)))
+
+
+def _roundings(config: Config) -> tuple[str, ...]:
+    return tuple(r for r in ROUNDINGS if r != "nearest") if config.rounding == "auto" else (config.rounding,)
+
+
+def _group_sizes(config: Config) -> tuple[int, ...]:
+    return GROUP_SIZES if config.group_size is None else (config.group_size,)
+
+
+def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
+    if variance <= NOISE_LIMIT * minibatch_variance:
+        return
+    nbytes = sum(choice.nbytes for choice in fewest_bytes(menus, NOISE_LIMIT * minibatch_variance))
+    log.warning(
+        "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; budget_bits=%.2f would "
+        "bring it back",
+        100 * variance / minibatch_variance if minibatch_variance else math.inf,
+        100 * NOISE_LIMIT,
+        math.ceil(800 * nbytes / numel) / 100,
+    )

@@ -1,0 +1,110 @@
+"""Runs a graph operator by operator in eager PyTorch, with the meaning that Inductor gives its own operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class GraphInterpreter(fx.Interpreter):
+    """An ``fx.Interpreter`` for partitioned graphs.
+
+    Inductor's random numbers are functions of their seeds, as in its own code (operator by operator PyTorch would
+    ignore the seed and draw anew), so that forward and a backward that draws them again agree. They are not the same
+    numbers as those of the compiled code.
+
+    With ``differentiable`` autograd can go through what is run: casts and fused attention on the CPU, which have no
+    second derivative, are spelled out.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
+        super().__init__(module)
+        self._calls = {**_AS_INDUCTOR, **(_DIFFERENTIABLE if differentiable else {})}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._calls.get(str(target), target)(*args, **kwargs)
+
+
+# The options of Inductor's random operators concern its own layout of the numbers.
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **options: Any) -> torch.Tensor:
+    make = {"rand": torch.rand, "randn": torch.randn}[mode]
+    return make(list(size), generator=_generator(seed), device=seed.device)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.randint(low, high, list(size), generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed) % 2**63)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fused attention's output and logsumexp, without dropout (which the CPU's kernel does not have)."""
+    scores = _scores(query, key, attn_mask, is_causal, scale)
+    logsumexp = scores.logsumexp(-1)
+    return (scores - logsumexp.unsqueeze(-1)).exp() @ value, logsumexp
+
+
+def _attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value (FlashAttention, Dao et al. 2022, algorithm 4, without its tiles)."""
+    weights = (_scores(query, key, attn_mask, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True))
+    slope = slope * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    return slope @ key, slope.mT @ query, weights.mT @ grad
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        rows, columns = scores.shape[-2:]
+        future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores
+
+
+# By name: Inductor registers its operators when it is first used.
+_AS_INDUCTOR: dict[str, Callable[..., Any]] = {
+    # Inductor lays tensors out as it likes, and copies where a view asks for another layout.
+    "aten.view.default": torch.reshape,
+    "prims.inductor_random.default": _random,
+    "prims.inductor_randint.default": _randint,
+}
+_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "prims.convert_element_type.default": _cast,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+}

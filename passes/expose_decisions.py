@@ -1,0 +1,118 @@
+"""Spell out, in backward, the decisions that hide in ReLU, clamp, abs, maximum and minimum.
+
+Recomputed from a rounded value near its kink, ``relu(x)`` is biased: the mean of ``relu(Q(x))`` is not ``relu(x)``.
+Written as ``where(x <= 0, 0, x)`` its decision is a comparison, which `find_masks` has stored exactly, and what remains
+is linear in x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+from gact_fx.graph_edit import add_call
+
+aten = torch.ops.aten
+
+
+def expose_decisions(pair: GraphPair) -> GraphPair:
+    """Edit ``pair.backward`` in place: every operator with a kink that does not depend on tangents."""
+    graph = pair.backward.graph
+    tangents = pair.tangents()
+    depends: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.name in tangents or any(i in depends for i in node.all_input_nodes):
+            depends.add(node)
+        elif node.op == "call_function" and _is_float(node):
+            spell = _SPELLINGS.get(node.target)
+            if spell is not None:
+                with graph.inserting_before(node):
+                    spelled = spell(_Writer(graph, node.name), *node.args, **node.kwargs)
+                if spelled is not None:
+                    _compare_inputs_instead(node)
+                    node.replace_all_uses_with(spelled)
+    graph.eliminate_dead_code()
+    graph.lint()
+    pair.backward.recompile()
+    return pair
+
+
+class _Writer:
+    """Adds calls named after the node that they spell out."""
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self._graph = graph
+        self._name = name
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        return add_call(self._graph, target, args, f"{self._name}_spelled")
+
+    def where(self, condition: fx.Node, left: Any, right: Any) -> fx.Node:
+        """``where`` with numbers in the dtype of the tensor beside them."""
+        tensor = left if isinstance(left, fx.Node) else right
+        branches = [x if isinstance(x, fx.Node) else self(aten.full_like.default, tensor, x) for x in (left, right)]
+        return self(aten.where.self, condition, *branches)
+
+
+def _compare_inputs_instead(node: fx.Node) -> None:
+    """``relu(x) <= 0``, as relu's derivative asks, is ``x <= 0``: one decision, not two."""
+    if node.target is aten.relu.default:
+        for user in list(node.users):
+            if user.target is aten.le.Scalar and user.args == (node, 0):
+                user.args = (node.args[0], 0)
+                twin = next(u for u in node.args[0].users if u.target is aten.le.Scalar and u.args == user.args)
+                if twin is not user and twin < user:
+                    user.replace_all_uses_with(twin)
+
+
+# NaN compares as false throughout, and must come out again.
+def _relu(write: _Writer, x: fx.Node) -> fx.Node:
+    return write.where(write(aten.le.Scalar, x, 0), 0.0, x)
+
+
+def _clamp_min(write: _Writer, x: fx.Node, low: Any) -> fx.Node:
+    return write.where(write(aten.lt.Scalar, x, low), low, x)
+
+
+def _clamp_max(write: _Writer, x: fx.Node, high: Any) -> fx.Node:
+    return write.where(write(aten.gt.Scalar, x, high), high, x)
+
+
+def _clamp(write: _Writer, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
+    if low is not None and high is not None and not low <= high:
+        return None  # a constant
+    bounded = x if low is None else _clamp_min(write, x, low)
+    return bounded if high is None else write.where(write(aten.gt.Scalar, x, high), high, bounded)
+
+
+def _abs(write: _Writer, x: fx.Node) -> fx.Node:
+    return write.where(write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
+
+
+def _pick(compare: Any) -> Callable[..., fx.Node | None]:
+    def spell(write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
+        if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
+            return None  # broadcast: rare, and its kink is left as it is
+        return write(aten.where.self, write(compare, left, right), right, left)
+
+    return spell
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+_SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {
+    aten.relu.default: _relu,
+    aten.clamp_min.default: _clamp_min,
+    aten.clamp_max.default: _clamp_max,
+    aten.clamp.default: _clamp,
+    aten.abs.default: _abs,
+    aten.maximum.default: _pick(aten.le.Tensor),
+    aten.minimum.default: _pick(aten.ge.Tensor),
+}

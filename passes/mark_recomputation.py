@@ -1,0 +1,86 @@
+"""Mark, in the joint graph, what backward may compute again and what must be saved, before the partitioner cuts it.
+
+Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
+is computed from parameters alone is always recomputed. Everything else is saved where backward needs it: matrix
+products, for their time; reductions and fused normalisations, whose results are small and would be biased if they came
+from rounded values; and every choice of an index, which rounding could flip.
+
+The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gact_fx.passes.find_masks import is_discontinuous
+
+aten = torch.ops.aten
+
+_CHEAP = frozenset(
+    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
+     aten.expand, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.as_strided, aten.alias, aten.detach,
+     aten.clone, aten.cat, aten.constant_pad_nd, aten.flip, aten.roll, aten.diagonal, aten.unfold,
+     aten.full, aten.full_like, aten.ones_like, aten.zeros_like, aten.scalar_tensor, aten.arange, aten.empty,
+     aten.index, aten._unsafe_index, aten.gather, aten.index_select, aten.embedding, aten._to_copy}
+)  # fmt: skip
+# By name: Inductor registers some of them when it is first used.
+_CHEAP_PRIMS = frozenset(
+    {"convert_element_type", "iota", "broadcast_in_dim", "fma", "inductor_lookup_seed", "inductor_random",
+     "inductor_randint"}
+)  # fmt: skip
+
+
+def mark_recomputation(
+    nodes: Iterable[fx.Node], static: frozenset[fx.Node], *, recompute: str, products: frozenset[str] = frozenset()
+) -> bool:
+    """Set ``node.meta["recompute"]`` in place, and return whether whatever is not marked may be recomputed.
+
+    ``nodes`` are those of the joint graph that do not depend on tangents, in graph order; ``static`` the placeholders
+    of parameters and buffers. ``recompute`` is `Config.recompute`: with ``"off"`` only what comes from parameters alone
+    is marked. ``products`` names expensive nodes that are to be computed again all the same.
+    """
+    from_parameters = set(static)
+    for node in nodes:
+        if node.op == "placeholder":
+            continue
+        inputs = node.all_input_nodes
+        if inputs and from_parameters.issuperset(inputs) and not _draws(node):
+            from_parameters.add(node)
+            _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+        elif node.name in products:
+            _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+        elif recompute != "off" and not is_cheap(node) and not _is_checkpointed(node):
+            _mark(node, CheckpointPolicy.MUST_SAVE)
+    return recompute != "off"
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether computing ``node`` again costs about as much as reading its inputs, and gives the same from rounded ones
+    up to rounding.
+    """
+    if node.op != "call_function" or _draws(node) or is_discontinuous(node):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):  # getitem, or arithmetic of sizes
+        return True
+    if node.target.namespace == "prims":
+        return node.target._opname in _CHEAP_PRIMS
+    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _CHEAP
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether ``node`` takes numbers, or seeds, from a generator: drawn again they would be others."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_checkpointed(node: fx.Node) -> bool:
+    """Whether the user's own checkpointing has decided; but seeds are never drawn again."""
+    return "recompute" in node.meta and not _draws(node)
+
+
+def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta.setdefault("ac_graph_id", 0)
