@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -58,7 +59,7 @@ def compile(
     config = Config.from_options(overrides, config)
     name = _fingerprint(model)
     if plan is not None:
-        _check_plan(plan, name)
+        _check_plan(plan, config, name)
     session = Session(config, name, plan)
     target = _Target(model, session)
     if config.budget_bits is None:
@@ -75,7 +76,7 @@ def compile(
         try:
             loss_fn = loss_fn or default_loss
             with unchanged(modules_of(model) + modules_of(loss_fn)):
-                profile_batches(target.model, session, recorder, sample_batches, loss_fn)
+                profile_batches(target.model, session, recorder, sample_batches, loss_fn, target.uncompiled())
         except BaseException:
             target.restore()
             raise
@@ -122,6 +123,18 @@ class _Target:
         else:
             self.model.compiled = torch.compile(self._original, backend=backend)
 
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[Any]:
+        """Within, the model runs as it was before compile()."""
+        if not isinstance(self._original, nn.Module):
+            yield self._original
+            return
+        compiled, self._original._compiled_call_impl = self._original._compiled_call_impl, self._before
+        try:
+            yield self._original
+        finally:
+            self._original._compiled_call_impl = compiled
+
     def restore(self) -> None:
         """The model as it was before compile()."""
         if isinstance(self._original, nn.Module):
@@ -157,9 +170,22 @@ def _fingerprint(model: object) -> str:
     return model_fingerprint([(name, tuple(p.shape)) for name, p in model.named_parameters()])
 
 
-def _check_plan(plan: Plan, name: str) -> None:
+def _check_plan(plan: Plan, config: Config, name: str) -> None:
     if plan.model and name and plan.model != name:
         raise ValueError(
             f"gact_fx.compile: the plan was made for another model (parameters {plan.model}, this model has {name}); "
             "profile this one with sample_batches, or compile without plan="
         )
+    if plan.recompute != config.recompute:
+        raise ValueError(
+            f"gact_fx.compile: the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; "
+            "pass the plan's"
+        )
+    tensors = [tensor for graph in plan.graphs for tensor in graph.tensors if tensor.bits is not None]
+    for option, anything in (("group_size", None), ("rounding", "auto")):
+        wanted, found = getattr(config, option), sorted({getattr(tensor, option) for tensor in tensors})
+        # bfloat16 codes have neither a group nor dither.
+        if wanted != anything and found and wanted not in found:
+            raise ValueError(
+                f"gact_fx.compile: the plan was made for {option}={found[0]!r}, got {option}={wanted!r}; leave it out"
+            )

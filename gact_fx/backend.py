@@ -34,7 +34,10 @@ class Backend:
         found: list[GraphRecord] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-            pair = partition(joint, joint_inputs, _upstream(module, example_inputs), mark=session.mark, **options)
+            upstream = _upstream(module, example_inputs)
+            pair = session.cut(
+                joint, lambda graph, mark: partition(graph, joint_inputs, upstream, mark=mark, **options)
+            )
             layouts = channels_last_nodes(pair.forward, session.config.inner)
             found.append(session.rewrite(pair, layouts, profiling=self._interpreted))
             return pair.forward, pair.backward

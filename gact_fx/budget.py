@@ -53,6 +53,7 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
             GraphPlan(graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved))
             for graph in graphs
         ),
+        recompute=config.recompute,
         variance=variance if is_known else None,
         minibatch_variance=minibatch_variance,
     )

@@ -74,7 +74,7 @@ class Config:
     min_elements: int = 1024
     seed: int = 0
     sensitivity: str = "adjoint"
-    profile_draws: int = 4
+    profile_draws: int = 2
     profile_every: int | None = None
     rounding: str = "auto"
     inner: str = "inductor"

@@ -54,6 +54,7 @@ class GraphPlan:
 class Plan:
     """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown.
 
+    ``budget_bits`` and ``recompute`` are those of the configuration that it was made with.
     ``variance`` is what compression was predicted to add to the gradient's variance, ``minibatch_variance`` what the
     gradient varies by from batch to batch, both in units of squared gradient, None where not measured.
     """
@@ -61,6 +62,7 @@ class Plan:
     budget_bits: float | None
     model: str
     graphs: tuple[GraphPlan, ...]
+    recompute: str = "auto"
     variance: float | None = None
     minibatch_variance: float | None = None
 

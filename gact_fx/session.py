@@ -8,15 +8,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
+from gact_fx.accounting import fixed_nbytes
+from gact_fx.aot import GraphPair, Mark
 from gact_fx.budget import GraphTensors, choose_plan
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
+from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
 from gact_fx.records import GraphAnalysis, Sensitivity
@@ -84,9 +87,22 @@ class Session:
         self.on_plan: list[Callable[[], None]] = []
         self._last_gradients: list[torch.Tensor] = []
 
-    def mark(self, nodes: Sequence[fx.Node], static: frozenset[fx.Node]) -> bool:
-        """Marks the joint graph for the partitioner (see `aot.Mark`)."""
-        return mark_recomputation(nodes, static, recompute=self.config.recompute)
+    def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
+        """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
+        mark = partial(mark_recomputation, recompute=self.config.recompute)
+        if self.config.recompute != "full":
+            return partition(joint, mark)
+        trial = partition(_copy(joint), mark)
+        analysis = Driver(trial, self.config).analyze()
+        products = choose_products(trial, analysis, self._bytes_to_free(analysis))
+        return partition(joint, partial(mark, products=products))
+
+    def _bytes_to_free(self, analysis: GraphAnalysis) -> float | None:
+        """What has to go so that the usual width fits ``budget_bytes``; None without such a budget."""
+        if self.config.budget_bytes is None:
+            return None
+        numel = sum(tensor.numel for tensor, _ in analysis.quantized())
+        return fixed_nbytes(analysis) + numel * USUAL_BITS / 8 - self.config.budget_bytes
 
     # Profiling
 

@@ -54,19 +54,28 @@ class _Writer:
     def where(self, condition: fx.Node, left: Any, right: Any) -> fx.Node:
         """``where`` with numbers in the dtype of the tensor beside them."""
         tensor = left if isinstance(left, fx.Node) else right
-        branches = [x if isinstance(x, fx.Node) else self(aten.full_like.default, tensor, x) for x in (left, right)]
+        value = tensor.meta["val"]
+        branches = [x if isinstance(x, fx.Node) else self._number(x, value) for x in (left, right)]
         return self(aten.where.self, condition, *branches)
+
+    def _number(self, number: float, like: torch.Tensor) -> fx.Node:
+        # Not full_like, which Inductor would want decomposed.
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        node = self._graph.create_node("call_function", aten.full.default, ([], number), options)
+        with like.fake_mode:  # type: ignore[attr-defined]
+            node.meta["val"] = aten.full.default([], number, **options)
+        return node
 
 
 def _compare_inputs_instead(node: fx.Node) -> None:
     """``relu(x) <= 0``, as relu's derivative asks, is ``x <= 0``: one decision, not two."""
-    if node.target is aten.relu.default:
-        for user in list(node.users):
-            if user.target is aten.le.Scalar and user.args == (node, 0):
-                user.args = (node.args[0], 0)
-                twin = next(u for u in node.args[0].users if u.target is aten.le.Scalar and u.args == user.args)
-                if twin is not user and twin < user:
-                    user.replace_all_uses_with(twin)
+    if node.target is not aten.relu.default:
+        return
+    (source,) = node.all_input_nodes
+    twin = next(user for user in source.users if user.target is aten.le.Scalar and user.args == (source, 0))
+    for user in list(node.users):
+        if user.target is aten.le.Scalar and user.args == (node, 0):
+            user.replace_all_uses_with(twin)
 
 
 # NaN compares as false throughout, and must come out again.

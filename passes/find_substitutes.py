@@ -39,6 +39,8 @@ _UNBOUNDED: dict[object, tuple[int, ...]] = {
     aten._scaled_dot_product_cudnn_attention_backward: (1, 2),
     aten._scaled_dot_product_fused_attention_overrideable_backward: (1, 2),
 }  # fmt: skip
+# Operators that 1 + exp(x) keeps bounded, and the argument that it must be.
+_DENOMINATORS: dict[object, int] = {aten.div: 1, aten.reciprocal: 0, aten.log: 0}
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,19 @@ def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[st
         if region.is_query_or_key(end):
             curved.add(slot.name)
     return Substitutes(instead, refused, frozenset(curved))
+
+
+def bends_without_bound(start: fx.Node, end: fx.Node) -> bool:
+    """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
+    stack, seen = [end], {start}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if getattr(node.target, "overloadpacket", None) in _UNBOUNDED:
+                return True
+            stack.extend(node.all_input_nodes)
+    return False
 
 
 class _Region:
@@ -168,8 +183,7 @@ def _is_logistic(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.exp:
         return bool(node.users) and all(_is_one_plus_exp(user) for user in node.users)
-    positions = {aten.div: 1, aten.reciprocal: 0, aten.log: 0}
-    return packet in positions and _is_one_plus_exp(node.args[positions[packet]])
+    return packet in _DENOMINATORS and _is_one_plus_exp(node.args[_DENOMINATORS[packet]])
 
 
 def _is_one_plus_exp(node: object) -> bool:
@@ -179,12 +193,12 @@ def _is_one_plus_exp(node: object) -> bool:
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     numbers = [term for term in node.args[:2] if isinstance(term, (int, float))]
     is_sum = len(terms) == 1 and terms[0].target is aten.exp.default and bool(numbers) and numbers[0] > 0
-    reads = {aten.div: (1,), aten.reciprocal: (0,), aten.log: (0,)}
-    return is_sum and all(
-        all(user.args[i] is node for i in reads.get(getattr(user.target, "overloadpacket", None), ()))
-        and getattr(user.target, "overloadpacket", None) in reads
-        for user in node.users
-    )
+    return is_sum and all(_reads_as_denominator(user, node) for user in node.users)
+
+
+def _reads_as_denominator(user: fx.Node, node: fx.Node) -> bool:
+    packet: object = getattr(user.target, "overloadpacket", None)
+    return packet in _DENOMINATORS and user.args[_DENOMINATORS[packet]] is node
 
 
 def _negative(value: object) -> bool:

@@ -1,7 +1,7 @@
 """Mark, in the joint graph, what backward may compute again and what must be saved, before the partitioner cuts it.
 
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
-is computed from parameters alone is always recomputed. Everything else is saved where backward needs it: matrix
+is computed from parameters alone, and constants, are always recomputed. Everything else is saved where backward needs it: matrix
 products, for their time; reductions and fused normalisations, whose results are small and would be biased if they came
 from rounded values; and every choice of an index, which rounding could flip.
 
@@ -45,10 +45,10 @@ def mark_recomputation(
     """
     from_parameters = set(static)
     for node in nodes:
-        if node.op == "placeholder":
+        if node.op != "call_function":
             continue
-        inputs = node.all_input_nodes
-        if inputs and from_parameters.issuperset(inputs) and not _draws(node):
+        # Constants have no inputs at all.
+        if from_parameters.issuperset(node.all_input_nodes) and not _draws(node):
             from_parameters.add(node)
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.name in products:

@@ -5,6 +5,8 @@ entries +-1, ``E_v (v^T J_l)_i^2 = sum_j J_ji^2`` is the squared sensitivity of 
 tensor l (Hutchinson's estimator of the diagonal of ``J^T J``), and one reverse pass gives it for every tensor of every
 graph. The cost does not grow with the number of tensors. GACT's Algorithm 1 (`measure_sensitivity`) is its oracle.
 
+So that it fits where training does, what this second differentiation saves is stored in 8 bits.
+
 What passes through an operator without a second derivative is left for Algorithm 1: its derivative would be silently
 incomplete.
 """
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.passes.measure_rounding import RoundingMeter
 from gact_fx.replay import Replay
+from gact_fx.saved_tensors import compressed_saved_tensors
 from gact_fx.tape import Step
 
 # Operators that make a float tensor from the shape of another, and rightly have no derivative.
@@ -65,10 +68,7 @@ def _probe(outputs: list[torch.Tensor], leaves: list[torch.Tensor], probes: int,
         return
     generators = {o.device: torch.Generator(o.device).manual_seed(seed) for o in outputs}
     for probe in range(probes):
-        signs = [
-            torch.randint(0, 2, o.shape, generator=generators[o.device], device=o.device).to(o.dtype) * 2 - 1
-            for o in outputs
-        ]
+        signs = [torch.empty_like(o).random_(0, 2, generator=generators[o.device]).mul_(2).sub_(1) for o in outputs]
         # The leaves' hooks take each derivative as soon as it is complete.
         torch.autograd.backward(outputs, signs, inputs=leaves, retain_graph=probe + 1 < probes)
 
@@ -108,7 +108,8 @@ class _AdjointStep:
         for node in self._nodes.values():
             inputs = frozenset().union(*(self._sources[i] for i in node.all_input_nodes))
             self._sources[node] = given.get(node, inputs)
-        results = self._replay.run({**self.leaves, **tangents})
+        with compressed_saved_tensors():
+            results = self._replay.run({**self.leaves, **tangents})
         returned = self._step.backward.graph.output_node().args[0]
         return results, [
             self._sources[node] if isinstance(node, fx.Node) else frozenset()

@@ -2,9 +2,9 @@
 
 With a_i the mean squared sensitivity of the gradient to element i (`measure_adjoint`), codes with independent errors
 add ``sum_i a_i var_i``. The variance of an error is known for every rounding: ``step^2 p (1 - p)`` for stochastic
-rounding of a value that lies p steps above a code, ``step^2 / 12`` for subtractive dither, where a step is the range of
-the group over ``2^bits - 1``. So nothing is drawn: ranges and weights are summed over the whole tensor, and what depends
-on p is evaluated on blocks of it.
+rounding of a value that lies p steps above a code, ``step^2 / 12`` for subtractive dither, where a step is the range
+of the group over ``2^bits - 1``. So nothing is drawn: ranges and weights are summed over the whole tensor, and what
+depends on p is evaluated on blocks of it.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class RoundingMeter:
         ``value``: c_l where it is known from elsewhere; the rest is then scaled to it.
         """
         variances: dict[Code, float] = {}
-        sizes = sorted({*group_sizes, REFERENCE[2]})
-        for size in sizes:
+        bfloat16 = self._bfloat16()
+        for size in sorted({*group_sizes, REFERENCE[2]}):
             whole, sampled, stochastic = self._spread(size)
             for bits in WIDTHS:
                 share = stochastic[min(bits, FINEST) - 1] / sampled if sampled > 0 else 1 / 6
                 variances[bits, "stochastic", size] = whole * share * step_variance(bits)
                 variances[bits, "dither", size] = whole / 12 * step_variance(bits)
             # Groups do not matter there, but a choice has one.
-            variances[BFLOAT16_BITS, "stochastic", size] = self._bfloat16(whole / sampled if sampled > 0 else 1.0)
+            variances[BFLOAT16_BITS, "stochastic", size] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
         found = variances[REFERENCE] / step_variance(REFERENCE[0])
         if value is not None and found > 0:
             variances = {code: variance * value / found for code, variance in variances.items()}
@@ -95,21 +95,21 @@ class RoundingMeter:
         values, inner = self._block_values.view(-1, size), self._block_weights.view(-1, size)
         low = values.amin(1, keepdim=True)
         span = values.amax(1, keepdim=True) - low
-        scaled = inner.double() * span.double().square() / max(self._count, 1)
+        scaled = inner * span.square() / max(self._count, 1)
         position = torch.where(span > 0, (values - low) / span, 0)
         stochastic = []
         for bits in range(1, FINEST + 1):
             p = (position * (2**bits - 1)).frac()
-            stochastic.append(float((scaled * (p * (1 - p))).sum()))
-        return whole, float(scaled.sum()), stochastic
+            stochastic.append(float(torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(dtype=torch.float64)))
+        return whole, float(scaled.sum(dtype=torch.float64)), stochastic
 
-    def _bfloat16(self, scale: float) -> float:
+    def _bfloat16(self) -> float:
         """Values between two bfloat16 numbers: a sixth of their squared distance, in the mean over positions."""
         spacing = torch.frexp(self._block_values)
         distance = torch.ldexp(torch.ones_like(spacing.mantissa), spacing.exponent - 8)
         distance = torch.where(self._block_values == 0, 0, distance)
         weighted = self._block_weights.double() * distance.double().square()
-        return float(weighted.sum()) / 6 / max(self._count, 1) * scale
+        return float(weighted.sum()) / 6 / max(self._count, 1)
 
 
 def _padded(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

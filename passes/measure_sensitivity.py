@@ -3,7 +3,7 @@
 The slow way, one backward pass a tensor: the oracle of `measure_adjoint`, and what serves tensors that pass through an
 operator without a second derivative. The gradient is computed with every eligible tensor quantized; then, tensor by
 tensor, again with only that tensor's seed changed. Half the squared distance of the two gradients estimates the
-variance that the tensor contributes at this width, and dividing by ``S(b) = 1 / (2^b - 1)^2`` gives its sensitivity c_l.
+variance that the tensor contributes at this width; divided by ``S(b) = 1 / (2^b - 1)^2`` it is its sensitivity c_l.
 
 The gradient is that of the whole model: what a graph changes in the gradients of its inputs is carried through the
 earlier graphs, whose backward passes are linear in their tangents. Only backward is run again, and of the tensor's own

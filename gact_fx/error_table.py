@@ -1,0 +1,169 @@
+"""The record behind ``gact_fx.measure_gradient_error``, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+# A bias of this share of the gradient's norm is float32's own rounding, in whatever order graphs add up.
+_ROUNDOFF = 1e-5
+
+
+@dataclass(frozen=True)
+class ParameterError:
+    """Error of one parameter's gradient, or of all. Norms are Euclidean; variances are sums over the elements.
+
+    Attributes:
+        norm: of the exact gradient, averaged over batches.
+        bias: norm of the mean error, over all draws and batches. Noise alone makes it about ``standard_error``.
+        standard_error: root mean square that noise alone gives ``bias``: sqrt(variance / number of draws in all).
+        bias_estimate: ``bias`` with the noise taken out: sqrt(max(bias^2 - standard_error^2, 0)), of which the square
+            is (but for being cut off at 0) an unbiased estimate of the squared bias.
+        variance: what compression adds to the variance of the gradient of a batch: unbiased estimate over draws,
+            averaged over batches.
+        minibatch_variance: variance of the exact gradient over batches, dropout included, unbiased; None with one
+            batch. It is as rough as batches are few.
+        is_biased: whether ``bias`` is beyond 3 standard errors (and beyond float32's roundoff).
+    """
+
+    name: str
+    numel: int
+    norm: float
+    bias: float
+    standard_error: float
+    bias_estimate: float
+    variance: float
+    minibatch_variance: float | None
+    is_biased: bool
+
+    @property
+    def noise(self) -> float | None:
+        """``variance / minibatch_variance``; None where that is not known or 0."""
+        return self.variance / self.minibatch_variance if self.minibatch_variance else None
+
+    @classmethod
+    def from_moments(
+        cls,
+        name: str,
+        numel: int,
+        norm: float,
+        bias: float,
+        variance: float,
+        minibatch_variance: float | None,
+        *,
+        count: int,
+    ) -> ParameterError:
+        """From the norms of the means and the variances of single gradients, of which there were ``count``."""
+        error = math.sqrt(variance / count)
+        estimate = math.sqrt(max(bias**2 - error**2, 0.0))
+        is_biased = bias > 3 * error + _ROUNDOFF * norm
+        return cls(name, numel, norm, bias, error, estimate, variance, minibatch_variance, is_biased)
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """What compression does to the gradient: of every parameter that the loss depends on, and of all together.
+
+    ``batches`` and ``draws`` (compressed gradients per batch) were measured; ``predicted_variance`` is the plan's, None
+    where the plan was made without measuring. ``print(record)`` is a table.
+    """
+
+    parameters: tuple[ParameterError, ...]
+    batches: int
+    draws: int
+    predicted_variance: float | None
+
+    @property
+    def total(self) -> ParameterError:
+        """The whole gradient as one vector."""
+        parts = self.parameters
+        minibatch = [p.minibatch_variance for p in parts if p.minibatch_variance is not None]
+        return ParameterError.from_moments(
+            "total",
+            sum(p.numel for p in parts),
+            math.hypot(*(p.norm for p in parts)),
+            math.hypot(*(p.bias for p in parts)),
+            math.fsum(p.variance for p in parts),
+            math.fsum(minibatch) if self.batches > 1 else None,
+            count=self.batches * self.draws,
+        )
+
+    def to_json(self) -> str:
+        """Everything as JSON."""
+        total, *rows = ({**asdict(p), "noise": p.noise} for p in (self.total, *self.parameters))
+        counts = {"batches": self.batches, "draws": self.draws, "predicted_variance": self.predicted_variance}
+        return json.dumps({**counts, "total": total, "parameters": rows}, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join((*_table(self), *_sentences(self)))
+
+
+_COLUMNS = (
+    "parameter", "elements", "norm", "bias", "std error", "bias - noise", "variance", "minibatch var", "noise",
+)  # fmt: skip
+
+
+def _table(record: GradientError) -> Iterator[str]:
+    lines = [_COLUMNS, *(_cells(row) for row in (*record.parameters, record.total))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for name, *numbers in lines:
+        cells = [name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(numbers, widths[1:], strict=True))]
+        yield "  ".join(cells).rstrip()
+
+
+def _cells(row: ParameterError) -> tuple[str, ...]:
+    sizes = (row.norm, row.bias, row.standard_error, row.bias_estimate, row.variance, row.minibatch_variance)
+    noise = "" if row.noise is None else _percent(row.noise)
+    return (row.name, str(row.numel), *("" if size is None else f"{size:.2e}" for size in sizes), noise)
+
+
+def _sentences(record: GradientError) -> Iterator[str]:
+    total, n = record.total, record.batches * record.draws
+    yield (
+        f"{_count(record.batches, 'batch', 'batches')}, of each the exact gradient and {record.draws} compressed ones "
+        "that differ in their rounding noise alone; norms and variances are summed over elements"
+    )
+    if total.noise is not None:
+        yield (
+            f"variance: compression adds {_percent(total.noise)} to the variance of the minibatch gradient "
+            f"({total.variance:.2e} to {total.minibatch_variance:.2e}{_predicted(record)})"
+        )
+    else:
+        why = "with one batch" if record.batches == 1 else "where it does not vary"
+        yield (
+            f"variance: compression adds {total.variance:.2e}{_predicted(record)}; how much that is against the "
+            f"minibatch gradient's own is not known {why}"
+        )
+    if total.norm:
+        yield f"one compressed gradient is off by {_percent(_rms(total) / total.norm)} of the exact one's norm (r.m.s.)"
+    beyond = [row.name for row in record.parameters if row.is_biased]
+    share = f", {_percent(total.bias_estimate / total.norm)} of the norm without the noise" if total.norm else ""
+    yield (
+        f"bias: the mean of all {n} errors is {total.bias:.2e}, {'beyond' if total.is_biased else 'within'} 3 standard "
+        f"errors ({3 * total.standard_error:.2e}){share}"
+    )
+    yield f"parameters with a bias beyond 3 standard errors: {_listed(beyond)}"
+
+
+def _rms(row: ParameterError) -> float:
+    return math.sqrt(row.variance + row.bias_estimate**2)
+
+
+def _predicted(record: GradientError) -> str:
+    return "" if record.predicted_variance is None else f"; the plan predicted {record.predicted_variance:.2e}"
+
+
+def _listed(names: Iterable[str], limit: int = 5) -> str:
+    found = list(names)
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more if found else "none"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if 1 <= share < 1000 else f"{100 * share:.2g} %"

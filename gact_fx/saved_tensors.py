@@ -1,0 +1,44 @@
+"""Compression of what eager autograd saves: for profiling, which must fit in memory where training does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gact_fx import ops
+from gact_fx.codec_layout import SOURCE_DTYPES
+
+BITS = 8
+GROUP_SIZE = 256
+MIN_ELEMENTS = 4096
+
+
+@contextlib.contextmanager
+def compressed_saved_tensors() -> Iterator[None]:
+    """Store what eager operators save for backward in 8 bits per element, parameters and small tensors apart."""
+    # Neighbours in one graph would otherwise be rounded by the same noise.
+    seeds = iter(range(2**62))
+
+    def pack(x: torch.Tensor) -> Any:
+        is_parameter = x.is_leaf and x.requires_grad
+        if is_parameter or x.dtype not in SOURCE_DTYPES or x.numel() < MIN_ELEMENTS:
+            return x
+        order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+        dense = x.detach().permute(order)
+        # An expanded tensor is smaller in memory than its codes.
+        if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
+            return x
+        return ops.compress(dense, BITS, GROUP_SIZE, next(seeds)), dense.shape, x.dtype, order
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        blob, shape, dtype, order = packed
+        inverse = sorted(range(len(order)), key=lambda d: order[d])
+        return ops.decompress(blob, shape, dtype, BITS, GROUP_SIZE).permute(inverse)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
