@@ -181,11 +181,12 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
             f"gact_fx.compile: the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; "
             "pass the plan's"
         )
-    tensors = [tensor for graph in plan.graphs for tensor in graph.tensors if tensor.bits is not None]
+    # bfloat16 codes have neither groups nor dither.
+    tensors = [t for graph in plan.graphs for t in graph.tensors if t.bits is not None and t.bits <= 8]
     for option, anything in (("group_size", None), ("rounding", "auto")):
-        wanted, found = getattr(config, option), sorted({getattr(tensor, option) for tensor in tensors})
-        # bfloat16 codes have neither a group nor dither.
-        if wanted != anything and found and wanted not in found:
+        wanted, found = getattr(config, option), {getattr(tensor, option) for tensor in tensors}
+        others = sorted(found - {wanted})
+        if wanted != anything and others:
             raise ValueError(
-                f"gact_fx.compile: the plan was made for {option}={found[0]!r}, got {option}={wanted!r}; leave it out"
+                f"gact_fx.compile: the plan was made for {option}={others[0]!r}, got {option}={wanted!r}; leave it out"
             )

@@ -100,13 +100,13 @@ def _group_sizes(config: Config) -> tuple[int, ...]:
 
 
 def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
-    if variance <= NOISE_LIMIT * minibatch_variance:
+    if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
         return
     nbytes = sum(choice.nbytes for choice in fewest_bytes(menus, NOISE_LIMIT * minibatch_variance))
+    bits = math.ceil(800 * nbytes / numel) / 100
     log.warning(
-        "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; budget_bits=%.2f would "
-        "bring it back",
-        100 * variance / minibatch_variance if minibatch_variance else math.inf,
+        "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
+        100 * variance / minibatch_variance,
         100 * NOISE_LIMIT,
-        math.ceil(800 * nbytes / numel) / 100,
+        f"budget_bits={bits:.2f} would bring it back" if bits <= 16 else "no budget_bits would bring it back",
     )

@@ -14,6 +14,7 @@ from gact_fx.config import Config
 from gact_fx.inner import decompositions
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
@@ -45,7 +46,7 @@ class Driver:
     stages: list[Stage] = field(default_factory=list)
 
     def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
-        """Passes 1 to 3: what is saved, and how it may be stored."""
+        """Passes 2 to 5: what is saved, and how it may be stored."""
         self._run("recompute_attention", lambda: recompute_attention(self.pair), edits=True)
         self._run("expose_decisions", lambda: expose_decisions(self.pair), edits=True)
         saved = self._run("find_saved_tensors", lambda: find_saved_tensors(self.pair))
@@ -57,13 +58,14 @@ class Driver:
         )
 
     def insert(self, analysis: GraphAnalysis, plan: GraphPlan) -> None:
-        """Passes 6 and 7: carry ``plan`` out on the pair, in place."""
+        """Passes 9 to 11: carry ``plan`` out on the pair, in place."""
         slots = tuple(tensor.name for tensor in analysis.saved)
         self._run("insert_compression", lambda: insert_compression(self.pair, analysis, plan), edits=True)
+        self._run("defer_recomputation", lambda: defer_recomputation(self.pair), edits=True)
         self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
 
     def fuse(self) -> None:
-        """Pass 8, where the configuration or the device asks for it."""
+        """Pass 12, where the configuration or the device asks for it."""
         if self.config.inner == "inductor" and self.config.fuse != "off":
             self._run("fuse_codec", lambda: fuse_codec(self.pair, self._fuses, decompositions()), edits=True)
 

@@ -18,14 +18,18 @@ class ParameterError:
     Attributes:
         norm: of the exact gradient, averaged over batches.
         bias: norm of the mean error, over all draws and batches. Noise alone makes it about ``standard_error``.
-        standard_error: root mean square that noise alone gives ``bias``: sqrt(variance / number of draws in all).
+        standard_error: what noise alone makes of ``bias`` (root mean square): sqrt(variance / number of draws in all).
         bias_estimate: ``bias`` with the noise taken out: sqrt(max(bias^2 - standard_error^2, 0)), of which the square
             is (but for being cut off at 0) an unbiased estimate of the squared bias.
+        significance: how many standard errors the squared bias is away from 0, estimated from all pairs of draws. In
+            many elements noise makes a ``bias`` of hardly more or less than ``standard_error``, so that one of 1.2
+            times as much may be certain. None for fewer than 4 draws in all, or without noise.
         variance: what compression adds to the variance of the gradient of a batch: unbiased estimate over draws,
             averaged over batches.
         minibatch_variance: variance of the exact gradient over batches, dropout included, unbiased; None with one
             batch. It is as rough as batches are few.
-        is_biased: whether ``bias`` is beyond 3 standard errors (and beyond float32's roundoff).
+        is_biased: whether ``bias`` is more than 3 times ``standard_error`` (and float32's roundoff), or
+            ``significance`` more than 3.
     """
 
     name: str
@@ -34,6 +38,7 @@ class ParameterError:
     bias: float
     standard_error: float
     bias_estimate: float
+    significance: float | None
     variance: float
     minibatch_variance: float | None
     is_biased: bool
@@ -48,18 +53,20 @@ class ParameterError:
         cls,
         name: str,
         numel: int,
+        *,
         norm: float,
         bias: float,
         variance: float,
         minibatch_variance: float | None,
-        *,
         count: int,
+        significance: float | None,
     ) -> ParameterError:
         """From the norms of the means and the variances of single gradients, of which there were ``count``."""
         error = math.sqrt(variance / count)
         estimate = math.sqrt(max(bias**2 - error**2, 0.0))
-        is_biased = bias > 3 * error + _ROUNDOFF * norm
-        return cls(name, numel, norm, bias, error, estimate, variance, minibatch_variance, is_biased)
+        is_sure = significance is not None and significance > 3
+        is_biased = bias > _ROUNDOFF * norm and (bias > 3 * error or is_sure)
+        return cls(name, numel, norm, bias, error, estimate, significance, variance, minibatch_variance, is_biased)
 
 
 @dataclass(frozen=True)
@@ -71,24 +78,10 @@ class GradientError:
     """
 
     parameters: tuple[ParameterError, ...]
+    total: ParameterError
     batches: int
     draws: int
     predicted_variance: float | None
-
-    @property
-    def total(self) -> ParameterError:
-        """The whole gradient as one vector."""
-        parts = self.parameters
-        minibatch = [p.minibatch_variance for p in parts if p.minibatch_variance is not None]
-        return ParameterError.from_moments(
-            "total",
-            sum(p.numel for p in parts),
-            math.hypot(*(p.norm for p in parts)),
-            math.hypot(*(p.bias for p in parts)),
-            math.fsum(p.variance for p in parts),
-            math.fsum(minibatch) if self.batches > 1 else None,
-            count=self.batches * self.draws,
-        )
 
     def to_json(self) -> str:
         """Everything as JSON."""
@@ -101,7 +94,8 @@ class GradientError:
 
 
 _COLUMNS = (
-    "parameter", "elements", "norm", "bias", "std error", "bias - noise", "variance", "minibatch var", "noise",
+    "parameter", "elements", "norm", "bias", "std error", "bias - noise", "sigmas", "variance", "minibatch var",
+    "noise",
 )  # fmt: skip
 
 
@@ -114,9 +108,11 @@ def _table(record: GradientError) -> Iterator[str]:
 
 
 def _cells(row: ParameterError) -> tuple[str, ...]:
-    sizes = (row.norm, row.bias, row.standard_error, row.bias_estimate, row.variance, row.minibatch_variance)
+    biases = (row.norm, row.bias, row.standard_error, row.bias_estimate)
+    sigmas = "" if row.significance is None else f"{row.significance:.1f}"
+    minibatch = "" if row.minibatch_variance is None else f"{row.minibatch_variance:.2e}"
     noise = "" if row.noise is None else _percent(row.noise)
-    return (row.name, str(row.numel), *("" if size is None else f"{size:.2e}" for size in sizes), noise)
+    return (row.name, str(row.numel), *(f"{x:.2e}" for x in biases), sigmas, f"{row.variance:.2e}", minibatch, noise)
 
 
 def _sentences(record: GradientError) -> Iterator[str]:
@@ -138,12 +134,13 @@ def _sentences(record: GradientError) -> Iterator[str]:
         )
     if total.norm:
         yield f"one compressed gradient is off by {_percent(_rms(total) / total.norm)} of the exact one's norm (r.m.s.)"
-    beyond = [row.name for row in record.parameters if row.is_biased]
-    share = f", {_percent(total.bias_estimate / total.norm)} of the norm without the noise" if total.norm else ""
+    share = f"; without the noise {_percent(total.bias_estimate / total.norm)} of the norm" if total.norm else ""
+    sigmas = "" if total.significance is None else f", {total.significance:.1f} standard errors from 0"
     yield (
-        f"bias: the mean of all {n} errors is {total.bias:.2e}, {'beyond' if total.is_biased else 'within'} 3 standard "
-        f"errors ({3 * total.standard_error:.2e}){share}"
+        f"bias: {'beyond' if total.is_biased else 'within'} 3 standard errors: the mean of all {n} errors is "
+        f"{total.bias:.2e}, where noise alone makes {total.standard_error:.2e}{share}{sigmas}"
     )
+    beyond = [row.name for row in record.parameters if row.is_biased]
     yield f"parameters with a bias beyond 3 standard errors: {_listed(beyond)}"
 
 

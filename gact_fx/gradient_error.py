@@ -17,7 +17,7 @@ from gact_fx.aot import GraphPair
 from gact_fx.api import _ATTRIBUTE, _traced
 from gact_fx.backend import Backend
 from gact_fx.error_table import GradientError
-from gact_fx.gradient_moments import GradientMoments
+from gact_fx.gradient_moments import GradientMoments, total
 from gact_fx.inner import Compiled, boxed
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.profile import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
@@ -59,7 +59,7 @@ def measure_gradient_error(
     loss_fn = loss_fn or default_loss
     twin = _Twin(session)
     switch = _Switch(twin)
-    sums = {name: GradientMoments(p) for name, p in model.named_parameters() if p.requires_grad}
+    sums = {name: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
     modules = [model, *modules_of(loss_fn)]
     count = 0
     with unchanged(modules), _in_place(model, Backend(twin, interpreted=True, recorder=switch)):
@@ -86,9 +86,9 @@ def measure_gradient_error(
             f"{_WHO}: torch.compile captured no graph with a gradient, got nothing to measure; run with "
             'TORCH_LOGS="graph_breaks" to see why'
         )
-    found_errors = tuple(entry.result(name, draws) for name, entry in sums.items() if entry.was_reached)
+    reached = [entry for entry in sums.values() if entry.was_reached]
     predicted = session.plan.variance if session.plan is not None else None
-    return GradientError(found_errors, count, draws, predicted)
+    return GradientError(tuple(entry.result() for entry in reached), total(reached), count, draws, predicted)
 
 
 class _Twin(Session):

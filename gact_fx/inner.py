@@ -78,6 +78,8 @@ def _compile_eager(
 
     # These compare, divide by or bend a saved argument inside one operator; as separate operators the passes see it.
     opaque = [
+        aten.hardtanh, aten.leaky_relu, aten.hardsigmoid, aten.hardswish, aten._prelu_kernel, aten.elu, aten.hardshrink,
+        aten.softshrink, aten.threshold,
         aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
         aten.hardsigmoid_backward, aten._prelu_kernel_backward, aten.elu_backward,
         aten._log_softmax_backward_data, aten.binary_cross_entropy_backward, aten.tanh_backward, aten.sigmoid_backward,

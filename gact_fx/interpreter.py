@@ -105,6 +105,8 @@ _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
 }
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "prims.convert_element_type.default": _cast,
+    # In a backward graph it is there for the bookkeeping of the first derivative.
+    "aten.detach.default": lambda x: x,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
 }

@@ -14,7 +14,8 @@ from gact_fx.tape import Step, Tape
 
 
 class Recorder:
-    """Hands every ``every``-th training step to ``on_step``, as its graphs' backward passes and its gradients.
+    """Hands every ``every``-th training step, and those that follow it up to ``consecutive``, to ``on_step``: the
+    backward passes of its graphs and its gradients.
 
     A step begins when the first graph of the model runs forward, and ends when every graph that ran forward has run
     backward, or else when the next one begins. With ``every`` 1 all steps are recorded; with ``every`` None none, until
@@ -89,7 +90,8 @@ class Recorder:
             self._first = key
         if key == self._first and not self._stopped:
             self._begun += 1
-            if self._tape is None and self._begun % self._every < self._consecutive:
+            is_sampled = self._begun >= self._every and self._begun % self._every < self._consecutive
+            if self._tape is None and is_sampled:
                 self.start()
 
     def _finish(self) -> None:

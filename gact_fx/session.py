@@ -126,15 +126,16 @@ class Session:
     def learn_from(self, steps: Sequence[Step], gradients: list[torch.Tensor]) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change."""
         last, self._last_gradients = self._last_gradients, gradients
-        if [g.shape for g in last] == [g.shape for g in gradients]:
+        is_second = bool(last) and [g.shape for g in last] == [g.shape for g in gradients]
+        if is_second:
             squares = sum(float((a - b).double().square().sum()) for a, b in zip(last, gradients, strict=True))
             noise = self.plan.variance if self.plan is not None and self.plan.variance is not None else 0.0
             self.minibatch_variance = max(squares / 2 - noise, 0.0)
-        if self.plan is not None and self.minibatch_variance is None and not last:
-            return  # the first of two steps in a row
-        if self.plan is None and self.config.max_gradient_noise is not None and self.minibatch_variance is None:
+        # How the gradient varies takes two steps in a row; the first plan only waits for it where it is asked for.
+        if not is_second and (self.plan is not None or self.config.max_gradient_noise is not None):
             return
-        self._last_gradients = []
+        if self.config.profile_every != 1:
+            self._last_gradients = []
         if self.plan is not None:
             self.profiles = {}
         if self.measure(steps) and self.profiles:

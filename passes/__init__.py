@@ -1,7 +1,8 @@
 """The passes, in the order in which they run on one model.
 
 1. ``mark_recomputation``   in the joint graph: what backward may compute again, and what must be saved
-   (PyTorch's min-cut partitioner then cuts the joint graph in two)
+   (``choose_products``     which matrix products and attention, with recompute="full";
+   PyTorch's min-cut partitioner then cuts the joint graph in two)
 2. ``recompute_attention``  fused attention's logsumexp is computed again in backward, from what query and key became
 3. ``expose_decisions``     ReLU, clamp and the like as comparisons, in backward
 4. ``find_saved_tensors``   what forward keeps for backward, and who else holds it
@@ -15,17 +16,20 @@
 7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
 8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
 9. ``insert_compression``   compress into forward, decompress into backward
-10. ``verify_graphs``       the contract with AOTAutograd
-11. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
+10. ``defer_recomputation`` what backward computes from saved values, right before its first use
+11. ``verify_graphs``       the contract with AOTAutograd
+12. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
 
-1 to 5 and 9 to 11 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
-training steps, 7 and 8 once for all graphs. Only 2, 3, 9 and 11 edit graphs. ``gact_fx.driver`` runs those on graph
+1 to 5 and 9 to 12 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
+training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10 and 12 edit graphs. ``gact_fx.driver`` runs those on graph
 pairs, times them, and keeps the graphs' text before and after each edit.
 """
 
 from gact_fx.passes.allocate_bits import Choice, allocate_bits, fewest_bytes
 from gact_fx.passes.bound_indices import index_limit
+from gact_fx.passes.choose_products import choose_products
 from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_masks import find_masks
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
@@ -46,7 +50,9 @@ __all__ = [
     "Item",
     "RoundingMeter",
     "allocate_bits",
+    "choose_products",
     "decide_eligibility",
+    "defer_recomputation",
     "expose_decisions",
     "fewest_bytes",
     "find_masks",

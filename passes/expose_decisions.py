@@ -73,9 +73,14 @@ def _compare_inputs_instead(node: fx.Node) -> None:
         return
     (source,) = node.all_input_nodes
     twin = next(user for user in source.users if user.target is aten.le.Scalar and user.args == (source, 0))
-    for user in list(node.users):
-        if user.target is aten.le.Scalar and user.args == (node, 0):
-            user.replace_all_uses_with(twin)
+    stack = [node]
+    while stack:
+        alias = stack.pop()
+        for user in list(alias.users):
+            if user.target is aten.le.Scalar and user.args == (alias, 0):
+                user.replace_all_uses_with(twin)
+            elif user.target in (aten.detach.default, aten.alias.default):
+                stack.append(user)
 
 
 # NaN compares as false throughout, and must come out again.
@@ -106,7 +111,8 @@ def _pick(compare: Any) -> Callable[..., fx.Node | None]:
     def spell(write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
         if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
             return None  # broadcast: rare, and its kink is left as it is
-        return write(aten.where.self, write(compare, left, right), right, left)
+        takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))
+        return write(aten.where.self, takes_right, right, left)
 
     return spell
 

@@ -45,7 +45,7 @@ def _menu(item: Item, mean: float, floor: float, roundings: Sequence[str], group
     for bits in (*WIDTHS, BFLOAT16_BITS):
         if bits < how.min_bits or (bits == BFLOAT16_BITS and tensor.dtype.itemsize != 4):
             continue
-        for rounding in roundings if bits != BFLOAT16_BITS else ("stochastic",):
+        for rounding in roundings if bits != BFLOAT16_BITS else _without_dither(roundings):
             for size in group_sizes:
                 code = (bits, rounding, size)
                 variance = _variance(code, measured, per_element * tensor.numel)
@@ -66,6 +66,11 @@ def _variance(code: Code, measured: Sensitivity | None, sensitivity: float) -> f
         relative = 2.0**-16 if bits == BFLOAT16_BITS else step_variance(bits)
         return sensitivity * relative * (0.5 if rounding == "dither" else 1.0)
     return measured.variances[code] * max(sensitivity / measured.value, 1.0)
+
+
+def _without_dither(roundings: Sequence[str]) -> list[str]:
+    """bfloat16 codes know no dither."""
+    return [rounding for rounding in roundings if rounding != "dither"] or ["stochastic"]
 
 
 def _is_finite(sensitivity: Sensitivity | None) -> bool:

@@ -1,9 +1,9 @@
 """Mark, in the joint graph, what backward may compute again and what must be saved, before the partitioner cuts it.
 
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
-is computed from parameters alone, and constants, are always recomputed. Everything else is saved where backward needs it: matrix
-products, for their time; reductions and fused normalisations, whose results are small and would be biased if they came
-from rounded values; and every choice of an index, which rounding could flip.
+is computed from parameters alone, and constants, are always recomputed. Everything else is saved where backward needs
+it: matrix products, for their time; reductions and fused normalisations, whose results are small and would be biased if
+they came from rounded values; and every choice of an index, which rounding could flip.
 
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
@@ -53,7 +53,8 @@ def mark_recomputation(
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.name in products:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
-        elif recompute != "off" and not is_cheap(node) and not _is_checkpointed(node):
+        # What the user's own checkpointing has marked stays as it is.
+        elif recompute != "off" and not is_cheap(node) and "recompute" not in node.meta:
             _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"
 
@@ -74,11 +75,6 @@ def is_cheap(node: fx.Node) -> bool:
 def _draws(node: fx.Node) -> bool:
     """Whether ``node`` takes numbers, or seeds, from a generator: drawn again they would be others."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _is_checkpointed(node: fx.Node) -> bool:
-    """Whether the user's own checkpointing has decided; but seeds are never drawn again."""
-    return "recompute" in node.meta and not _draws(node)
 
 
 def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:

@@ -129,7 +129,8 @@ def _ends_derivative(node: fx.Node, arguments: Any, result: Any) -> bool:
     if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(arguments)):
         return False
     floats = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.dtype.is_floating_point]
-    if any(x.grad_fn is not None and _refuses(x.grad_fn.name()) for x in floats):
+    inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if any(x.grad_fn is not None and _refuses(x, inputs) for x in floats):
         return True
     return any(not x.requires_grad for x in floats) and _name(node) not in _SHAPE_ONLY
 
@@ -138,8 +139,19 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "_opname", "")
 
 
-def _refuses(function: str) -> bool:
-    return "NotImplemented" in function or "NotSupported" in function
+def _refuses(result: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
+    """Whether the derivative of a result cannot be computed, which some operators only say when it is."""
+    assert result.grad_fn is not None
+    name = result.grad_fn.name()
+    if "NotImplemented" in name or "NotSupported" in name:
+        return True
+    if not name.startswith("GeneratedBackwardFor"):
+        return False
+    try:
+        torch.autograd.grad(result.sum(), inputs, retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _taker(meter: RoundingMeter) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from gact_fx.aot import GraphPair, partition
 from gact_fx.config import Config
 from gact_fx.driver import Driver
 from gact_fx.inner import compile_pair
+from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.records import Eligibility, GraphAnalysis
 
 Trace = Callable[..., GraphPair]
@@ -28,15 +30,23 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def trace() -> Trace:
-    """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it."""
+    """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it.
+
+    The cut is torch.compile's own unless ``recompute`` says otherwise.
+    """
 
     def run(
-        model: Callable[..., Any], *inputs: torch.Tensor, upstream: bool = False, inner: str = "eager"
+        model: Callable[..., Any],
+        *inputs: torch.Tensor,
+        upstream: bool = False,
+        inner: str = "eager",
+        recompute: str = "off",
     ) -> GraphPair:
         found: list[GraphPair] = []
+        mark = functools.partial(mark_recomputation, recompute=recompute)
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-            found.append(partition(joint, joint_inputs, lambda index: upstream, **options))
+            found.append(partition(joint, joint_inputs, lambda index: upstream, mark=mark, **options))
             return found[-1].forward, found[-1].backward
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -36,14 +36,13 @@ def test_profile_plan_train(inner: str, sampled: bool) -> None:
     batch = mixed_batch()
     assert gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[batch] if sampled else None) is model
     steps = 1 if sampled else 2
-    for step in range(steps):
+    for _step in range(steps):
         assert (gact_fx.inspect(model).bytes_after > 0) is False
         model(*batch).backward()
         reference(*batch).backward()
         found, exact = gradients(model), gradients(reference)
-        if step < steps - 1:  # the sample runs uncompressed
-            assert relative_error(found, exact) < 1e-5
-    assert 1e-5 < relative_error(found, exact) < 0.02
+        # The sample runs at 8 bits, too.
+        assert 1e-5 < relative_error(found, exact) < 0.02
     report = gact_fx.inspect(model)
     assert report.ratio > 3
     for buffer, wanted in zip(model.buffers(), reference.buffers(), strict=True):
@@ -233,7 +232,7 @@ for _ in range(3):
     compiled(x).square().sum().backward(), exact(x).square().sum().backward()
     g, e = model[0].weight.grad, exact[0].weight.grad
     errors.append(float((g - e).norm() / e.norm()))
-assert errors[0] < 1e-5, errors          # the sample runs uncompressed
+assert 1e-5 < errors[0] < 0.02, errors   # the sample runs at 8 bits
 assert 1e-5 < errors[1] < 0.05, errors   # the plan
 compiled.eval()
 with torch.no_grad():

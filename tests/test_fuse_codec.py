@@ -28,8 +28,8 @@ def test_bits_of_the_graphs(trace: Trace, rounding: str) -> None:
     for fuse in (False, True):
         pair = trace(model, x, y)
         analysis = analyze(pair)
-        plans = (TensorPlan(t.key, 3, i, None, rounding) for i, (t, _) in enumerate(analysis.quantized()))
-        insert_compression(pair, analysis, GraphPlan("", tuple(plans)), group_size=64)
+        plans = (TensorPlan(t.key, 3, i, None, rounding, 64) for i, (t, _) in enumerate(analysis.quantized()))
+        insert_compression(pair, analysis, GraphPlan("", tuple(plans)))
         operators = codec_nodes(pair.forward, pair.backward)
         if fuse:
             assert fuse_codec(pair, lambda device: device.type == "cuda", decompositions()) == 0

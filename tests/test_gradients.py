@@ -32,9 +32,11 @@ class Dropped(nn.Module):
 
 
 @INNER
-def test_dropout_masks_of_forward_and_backward_are_one(inner: str) -> None:
+@pytest.mark.parametrize("recompute", ["auto", "off", "full"])
+def test_dropout_masks_of_forward_and_backward_are_one(inner: str, recompute: str) -> None:
     model, x = Dropped(), torch.randn(64, 32)
-    gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[x], loss_fn=lambda m, b: m(b))
+    options = {"budget_bits": 8, "inner": inner, "recompute": recompute}
+    gact_fx.compile(model, sample_batches=[x], loss_fn=lambda m, b: m(b), **options)
     for _ in range(3):
         loss = model(x)
         loss.backward()
@@ -185,7 +187,9 @@ def test_gradients_by_rounding_and_dtype(inner: str, rounding: str, dtype: torch
     reference(*batch).backward()
     report = gact_fx.inspect(model)
     assert report.plan is not None
-    assert {tensor.rounding for graph in report.plan.graphs for tensor in graph.tensors} == {rounding}
+    tensors = [tensor for graph in report.plan.graphs for tensor in graph.tensors]
+    # bfloat16 knows no dither.
+    assert {tensor.rounding for tensor in tensors if tensor.bits is not None and tensor.bits <= 8} == {rounding}
     assert any(row.encoding == "quantize" and row.dtype == str(dtype).split(".")[1] for row in report.rows)
     limit = 0.03 if dtype == torch.bfloat16 else 0.01
     assert relative_error(gradients(model), gradients(reference)) < limit

@@ -30,7 +30,7 @@ def rewritten(
 ) -> tuple[GraphPair, GraphAnalysis]:
     pair = trace(function, *inputs)
     analysis = analyze(pair)
-    insert_compression(pair, analysis, uniform(analysis, bits), group_size=256)
+    insert_compression(pair, analysis, uniform(analysis, bits))
     verify_graphs(pair, tuple(t.name for t in analysis.saved))
     return pair, analysis
 
@@ -89,7 +89,7 @@ def test_running_the_pipeline_again_changes_nothing(trace: Trace) -> None:
     text = pair.forward.code, pair.backward.code
     again = analyze(pair)
     assert not any(decision.is_compressed for decision in again.eligibility)
-    insert_compression(pair, again, uniform(again), group_size=256)
+    insert_compression(pair, again, uniform(again))
     assert (pair.forward.code, pair.backward.code) == text
 
 

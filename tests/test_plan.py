@@ -10,7 +10,8 @@ from torch import nn
 
 import gact_fx
 from gact_fx import Plan
-from gact_fx.plan import TensorPlan
+from gact_fx.plan import GraphPlan, TensorPlan, differences, saved_values
+from gact_fx.records import SavedTensor
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:
@@ -46,7 +47,7 @@ def test_a_plan_fits_another_batch_size() -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()]))
+    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()], group_size=256))
     with pytest.raises(ValueError, match="the plan was made for another model") as caught:
         compiled(nn.Linear(3, 4), plan=plan)
     assert "\n" not in str(caught.value)
@@ -56,13 +57,48 @@ def test_a_plan_of_another_model_is_refused() -> None:
 
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()]))
-    other = replace(plan, graphs=tuple(replace(graph, fingerprint="0" * 16) for graph in plan.graphs))
-    with pytest.raises(Exception, match="the plan does not fit this model: it has no graph"):
+    (graph,) = plan.graphs
+    saved = ("aten.mm#0 torch.float32 2", *graph.saved[1:])
+    other = replace(plan, graphs=(replace(graph, fingerprint="0" * 16, saved=saved),))
+    lost = r"\S+ \(\w+, \d-D\)"
+    message = f"the model saves, and the plan does not know, {lost}; the plan has, and the model does not save, aten.mm"
+    with pytest.raises(Exception, match=message):
         compiled(Mixed(), plan=other)(*mixed_batch())
+    with pytest.raises(Exception, match="the plan does not fit this model: it has no graphs"):
+        compiled(Mixed(), plan=replace(plan, graphs=()))(*mixed_batch())
+
+
+def test_differences_name_the_tensors() -> None:
+    def tensor(key: str, rank: int, owner: str = "nobody") -> SavedTensor:
+        return SavedTensor("t", key, "op", "", (2,) * rank, (1,) * rank, torch.float32, 0, 8, owner)
+
+    known = saved_values((tensor("aten.mm#0", 2), tensor("aten.relu#0", 4), tensor("input#0", 2, "caller")))
+    plan = Plan(4, "", (GraphPlan("far", (), ("aten.sin#0 torch.float32 1",)), GraphPlan("near", (), known)))
+    found = differences(plan, (tensor("aten.mm#0", 2), tensor("aten.bmm#0", 3)))
+    assert found == (
+        "the model saves, and the plan does not know, aten.bmm#0 (float32, 3-D); "
+        "the plan has, and the model does not save, aten.relu#0 (float32, 4-D)"
+    )
+    assert differences(plan, (tensor("aten.relu#0", 4), tensor("aten.mm#0", 2))).endswith("in another order")
+    assert differences(plan, tuple(tensor(f"new#{i}", 1) for i in range(7))).split(";")[0].endswith("and 2 more")
+
+
+def test_every_field_survives_the_file(tmp_path: Path) -> None:
+    tensors = (TensorPlan("a#0", 2, 3, 0.5, "dither", 64), TensorPlan("b#0", None, 4, None))
+    plan = Plan(4.5, "m", (GraphPlan("f", tensors, ("a#0 torch.float32 2",)),), "off", 1e-3, 0.25)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_of_another_recomputation_is_refused() -> None:
+    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()], recompute="off"))
+    with pytest.raises(ValueError, match=r"the plan was made for recompute='off', got recompute='auto'"):
+        compiled(Mixed(), plan=plan)
+    compiled(Mixed(), plan=plan, recompute="off")(*mixed_batch()).backward()
 
 
 def test_a_plan_of_another_rounding_is_refused() -> None:
-    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()]))
+    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()], rounding="stochastic"))
     with pytest.raises(ValueError, match=r"the plan was made for rounding=.stochastic., got rounding=.dither."):
         compiled(Mixed(), plan=plan, rounding="dither")
 

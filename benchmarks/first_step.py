@@ -1,0 +1,77 @@
+"""Wall time until the first step is done, with no compilation cached: torch.compile and gact_fx.
+
+    python benchmarks/first_step.py [--budget-bits 4] [--repeats 1] [NETWORK ...]
+
+From the call of ``model.compile()`` or ``gact_fx.compile(model, sample_batches=[batch], ...)`` to the end of the first
+compiled step (forward, loss, backward). For gact_fx that includes measuring sensitivities and choosing widths. Every
+measurement is a process of its own with an empty cache folder; imports and the making of the network are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch._inductor.compile_fx  # so that its import, too, comes before the clock starts
+from machine import describe, save
+from networks import build
+
+import gact_fx
+
+WAYS = ("torch.compile", "gact_fx")
+
+
+def first_step(way: str, network: str, budget_bits: float) -> float:
+    """Seconds from the call of compile to the end of the first step, in this process."""
+    model, batch, loss_fn = build(network)
+    start = time.perf_counter()
+    if way == "gact_fx":
+        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
+    else:
+        model.compile()
+    loss_fn(model, batch).backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def first_step_elsewhere(way: str, network: str, budget_bits: float) -> float:
+    """What :func:`first_step` takes in a fresh process with an empty cache."""
+    command = [sys.executable, __file__, network, "--child", way, "--budget-bits", str(budget_bits)]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        child = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+    return float(child.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=["bert", "gpt2", "resnet50"])
+    parser.add_argument("--budget-bits", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # measure here, print seconds
+    options = parser.parse_args()
+    if options.child:
+        print(first_step(options.child, options.networks[0], options.budget_bits))
+        return
+    print(f"seconds from compile to the end of the first step at budget_bits={options.budget_bits:g}; {describe()}")
+    print(f"{'network':10} {'torch.compile':>14} {'gact_fx':>9} {'ratio':>7}")
+    results = {}
+    for name in options.networks:
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(options.repeats):
+            for way, values in seconds.items():
+                values.append(first_step_elsewhere(way, name, options.budget_bits))
+        results[name] = seconds
+        plain, compressed = (statistics.median(values) for values in seconds.values())
+        print(f"{name:10} {plain:14.1f} {compressed:9.1f} {compressed / plain:6.2f}x", flush=True)
+    save(f"first-step-{options.budget_bits:g}bits", results)
+
+
+if __name__ == "__main__":
+    main()

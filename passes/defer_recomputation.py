@@ -1,0 +1,28 @@
+"""Move what backward computes from saved values to right before its first use, so that it lives as briefly as it can.
+
+The partitioner orders recomputed chains for the values that they were cut from. Once part of a chain is read from a
+blob instead, what remains would be decompressed long before it is needed, many layers at a time.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from gact_fx.aot import GraphPair
+
+
+def defer_recomputation(pair: GraphPair) -> GraphPair:
+    """Reorder ``pair.backward`` in place; only nodes that do not depend on tangents move."""
+    graph = pair.backward.graph
+    tangents = pair.tangents()
+    depends: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name in tangents or any(i in depends for i in node.all_input_nodes):
+            depends.add(node)
+    # From the end, so that a chain moves link by link.
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node not in depends and node.users:
+            min(node.users).prepend(node)
+    graph.lint()
+    pair.backward.recompile()
+    return pair
