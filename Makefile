@@ -22,11 +22,10 @@ check: $(STAMP)
 	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/memory.py
+	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare; do \
+		$(BIN)/python benchmarks/$$b.py || exit 1; done
 	$(BIN)/python benchmarks/gradients.py --inner inductor
 	$(BIN)/python benchmarks/gradients.py --inner eager
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/kernels.py
 
 # The CUDA kernels for every architecture; needs nvcc, but neither torch with CUDA nor a GPU.
 cuda-check:

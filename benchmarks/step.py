@@ -52,7 +52,7 @@ def measure(name: str, budget_bits: float, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=["bert", "gpt2", "resnet50"])
+    parser.add_argument("networks", nargs="*", default=["bert", "resnet50", "gpt2", "llama", "swin"])
     parser.add_argument("--budget-bits", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,7 +80,6 @@ class Session:
         self.records: list[GraphRecord] = []
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
         self.minibatch_variance: float | None = None
-        self.profile_seconds = 0.0
         self.progress: Callable[[int], None] = lambda count: None
         self.announce: Callable[[int], None] = lambda count: None
         self.on_plan: list[Callable[[], None]] = []
@@ -114,13 +112,11 @@ class Session:
         profiles = [self._profile(step.analysis) for step in steps]
         if not self.config.adaptive:
             return True
-        start = time.perf_counter()
         self.announce(sum(len(step.analysis.quantized()) for step in steps))
         with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
             measured = measure_step(steps, self.config, self.progress)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
             profile.add(step.analysis, sensitivities)
-        self.profile_seconds += time.perf_counter() - start
         return True
 
     def learn_from(self, steps: Sequence[Step], gradients: list[torch.Tensor]) -> None:

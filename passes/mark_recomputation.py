@@ -65,6 +65,8 @@ def is_cheap(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or _draws(node) or is_discontinuous(node):
         return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
     if not isinstance(node.target, torch._ops.OpOverload):  # getitem, or arithmetic of sizes
         return True
     if node.target.namespace == "prims":

@@ -1,0 +1,65 @@
+import itertools
+
+import pytest
+import torch
+from conftest import Mixed, Trace, analyze, gradients, mixed_batch, relative_error
+from torch import nn
+
+import gact_fx
+from gact_fx.passes.choose_products import choose_products
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
+    pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
+    analysis = analyze(pair)
+    chosen = choose_products(pair, analysis, None)
+    products = [n for n in pair.forward.graph.nodes if str(n.target) in ("aten.addmm.default", "aten.mm.default")]
+    # Every other one of a chain: what it is computed from stays.
+    places = [i for i, node in enumerate(products) if node.name in chosen]
+    assert places and all(b - a >= 2 for a, b in itertools.pairwise(places))
+
+
+def test_no_more_than_the_budget_asks_for(trace: Trace) -> None:
+    pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
+    analysis = analyze(pair)
+    assert choose_products(pair, analysis, 0.0) == frozenset()
+    assert len(choose_products(pair, analysis, 1.0)) == 1
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_full_recomputation_holds_less_and_keeps_the_gradient(inner: str) -> None:
+    held = {}
+    for recompute in ("auto", "full"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, reference = Mixed(), Mixed()
+        reference.load_state_dict(model.state_dict())
+        batch = mixed_batch(32)
+        gact_fx.compile(model, budget_bits=8, recompute=recompute, inner=inner, sample_batches=[batch])
+        model(*batch).backward()
+        reference(*batch).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.02
+        held[recompute] = gact_fx.inspect(model).bytes_after
+    assert held["full"] < 0.85 * held["auto"]
+
+
+def test_a_budget_in_bytes_is_kept() -> None:
+    model, batch = Mixed(), mixed_batch(32)
+    gact_fx.compile(model, inner="eager", sample_batches=[batch])
+    model(*batch).backward()
+    usual = gact_fx.inspect(model).bytes_after
+    wanted = int(usual * 0.6)
+    smaller = gact_fx.compile(Mixed(), inner="eager", budget_bytes=wanted, recompute="full", sample_batches=[batch])
+    smaller(*batch).backward()
+    assert 0.8 * wanted < gact_fx.inspect(smaller).bytes_after <= wanted

@@ -1,0 +1,66 @@
+import torch
+from conftest import Trace, analyze
+from torch import fx, nn
+
+from gact_fx.passes.defer_recomputation import defer_recomputation
+from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.plan import GraphPlan, TensorPlan
+
+decompress = torch.ops.gact_fx.decompress.default
+
+
+class Residual(nn.Module):
+    """Blocks whose inputs are sums over all earlier blocks: a chain that recomputation would rebuild from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().sum()
+
+
+def most_values_alive(module: fx.GraphModule) -> int:
+    """The largest number of decompressed elements that backward holds at one time."""
+    alive: dict[fx.Node, int] = {}
+    most = 0
+    for node in module.graph.nodes:
+        if node.target is decompress:
+            alive[node] = node.meta["val"].numel()
+        most = max(most, sum(alive.values()))
+        alive = {n: size for n, size in alive.items() if max(n.users) is not node}
+    return most
+
+
+def test_values_are_decompressed_right_before_they_are_used(trace: Trace) -> None:
+    pair = trace(Residual(), torch.randn(64, 32), recompute="auto", inner="inductor")
+    analysis = analyze(pair)
+    tensors = tuple(TensorPlan(t.key, 8, 1, None) for t, _ in analysis.quantized())
+    insert_compression(pair, analysis, GraphPlan("", tensors))
+    before = [node.name for node in pair.backward.graph.nodes]
+    defer_recomputation(pair)
+    nodes = list(pair.backward.graph.nodes)
+    assert sorted(before) == sorted(node.name for node in nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
+        # Nothing stands between but what else the first reader waits for.
+        reader = min(node.users)
+        between = nodes[place[node] + 1 : place[reader]]
+        assert not any(n.target is torch.ops.aten.mm.default for n in between), node
+    largest = max(t.numel for t, _ in analysis.quantized())
+    assert most_values_alive(pair.backward) <= 4 * largest
+
+
+def test_it_changes_no_value(trace: Trace) -> None:
+    model, x = Residual(), torch.randn(64, 32)
+    pair = trace(model, x, recompute="auto")
+    inputs = [
+        torch.randn(n.meta["val"].shape, generator=torch.Generator().manual_seed(i))
+        for i, n in enumerate(pair.backward.graph.find_nodes(op="placeholder"))
+    ]
+    before = fx.Interpreter(pair.backward).run(*inputs)
+    defer_recomputation(pair)
+    for a, b in zip(fx.Interpreter(pair.backward).run(*inputs), before, strict=True):
+        assert a is b is None or torch.equal(a, b)
