@@ -13,7 +13,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from machine import describe, save
@@ -46,12 +45,12 @@ def step_seconds(name: str, steps: int) -> float:
     torch._dynamo.reset()
     model, batch, loss_fn = build(name)
     model.compile()
-    seconds: list[Any] = []
+    seconds: list[float] = []
     for _ in range(steps + 2):
         start = time.perf_counter()
         loss_fn(model, batch).backward()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+    return float(statistics.median(seconds[2:]))
 
 
 def main() -> None:

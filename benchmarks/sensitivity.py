@@ -61,17 +61,17 @@ def recorded_step(name: str) -> list[Step]:
     torch._dynamo.reset()
     model, batch, loss_fn = network(name)
     steps: list[Step] = []
-    measure = Session.measure
+    measure_as_usual = Session.measure
 
     def keep(self: Session, found: Sequence[Step]) -> bool:
         steps.extend(found)
-        return measure(self, found)
+        return measure_as_usual(self, found)
 
-    Session.measure = keep  # type: ignore[method-assign]
+    Session.measure = keep  # type: ignore[method-assign, assignment]
     try:
         gact_fx.compile(model, sample_batches=[batch], loss_fn=loss_fn)
     finally:
-        Session.measure = measure  # type: ignore[method-assign]
+        Session.measure = measure_as_usual  # type: ignore[method-assign]
     return steps
 
 

@@ -10,6 +10,7 @@ squared distance of that mean from the exact gradient, without what noise alone 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from machine import describe, save
@@ -17,7 +18,7 @@ from networks import build
 
 import gact_fx
 
-WAYS: dict[str, dict[str, object]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "adaptive 4 bits": {"budget_bits": 4},
     "uniform 4 bits": {"budget_bits": 4, "adaptive": False, "rounding": "stochastic", "group_size": 256},
     "uniform 8 bits": {"budget_bits": 8, "adaptive": False, "rounding": "stochastic", "group_size": 256},

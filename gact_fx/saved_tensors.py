@@ -26,7 +26,8 @@ def compressed_saved_tensors() -> Iterator[None]:
         is_parameter = x.is_leaf and x.requires_grad
         if is_parameter or x.dtype not in SOURCE_DTYPES or x.numel() < MIN_ELEMENTS:
             return x
-        order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+        strides = x.stride()
+        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
         dense = x.detach().permute(order)
         # An expanded tensor is smaller in memory than its codes.
         if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
