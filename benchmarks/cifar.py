@@ -18,8 +18,8 @@ import argparse
 import time
 
 import torch
-from datasets import cifar10
 from machine import describe, save
+from real_data import cifar10
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -69,6 +69,15 @@ class Plan:
     def graph(self, fingerprint: str) -> GraphPlan | None:
         return next((g for g in self.graphs if g.fingerprint == fingerprint), None)
 
+    def nearest(self, saved: tuple[SavedTensor, ...]) -> GraphPlan | None:
+        """The graph that saves most of what ``saved`` does, None where none saves half of it.
+
+        A model that is traced anew, because its sizes vary, may be cut a little differently.
+        """
+        here = set(saved_values(saved))
+        best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
+        return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
+
     def choices(self) -> dict[tuple[str, str], tuple[int | None, str, int]]:
         """Bits, rounding and group size by graph and tensor."""
         return {(g.fingerprint, t.key): (t.bits, t.rounding, t.group_size) for g in self.graphs for t in g.tensors}

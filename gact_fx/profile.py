@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gact_fx.saved_tensors import compressed_saved_tensors
 from gact_fx.session import Session, log
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+Gradients = dict[int, torch.Tensor]
 
 
 def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
@@ -74,7 +75,7 @@ def profile_batches(
                 raise _rejected(count - 1, error) from error
             _check_loss(loss)
             # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
-            noise.add(torch.autograd.grad(loss, leaves_of(loss), allow_unused=True))
+            noise.add(_gradients(loss))
             session.measure(recorder.take())
     if not count:
         raise ValueError(
@@ -97,33 +98,35 @@ class _Spread:
 
     def __init__(self) -> None:
         self._count = 0
-        self._means: list[torch.Tensor] = []
+        self.mean: Gradients = {}
         self._squares = 0.0
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        values = [g.detach().double() for g in gradients if g is not None]
-        if not self._means:
-            self._means = [torch.zeros_like(value) for value in values]
-        if [v.shape for v in values] != [m.shape for m in self._means]:
-            return  # a batch that reaches other parameters
+    def add(self, gradients: Gradients) -> None:
+        """Add a batch's gradients; one that reaches other leaves than the first is left out."""
+        if not self.mean:
+            self.mean = {key: torch.zeros_like(value) for key, value in gradients.items()}
+        if gradients.keys() != self.mean.keys():
+            return
         self._count += 1
-        for mean, value in zip(self._means, values, strict=True):
-            ahead = value - mean
-            mean += ahead / self._count
-            self._squares += float((ahead * (value - mean)).sum())
-
-    @property
-    def mean(self) -> list[torch.Tensor]:
-        """The mean gradient."""
-        return self._means
+        for key, value in gradients.items():
+            ahead = value - self.mean[key]
+            self.mean[key] += ahead / self._count
+            self._squares += float((ahead * (value - self.mean[key])).sum())
 
     def variance(self) -> float | None:
         """None for fewer than two."""
         return self._squares / (self._count - 1) if self._count > 1 else None
 
 
+def _gradients(loss: torch.Tensor) -> Gradients:
+    """The leaves' gradients in float64, by the leaves' identity: their order depends on the compiler."""
+    leaves = leaves_of(loss)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return {id(leaf): g.detach().double() for leaf, g in zip(leaves, found, strict=True) if g is not None}
+
+
 def _variance_by_halves(
-    uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction, whole: list[torch.Tensor]
+    uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction, whole: Gradients
 ) -> float | None:
     """The variance of the gradient over batches, from two halves of one; None where the batch cannot be halved.
 
@@ -137,25 +140,23 @@ def _variance_by_halves(
     try:
         with uncompiled as model, compressed_saved_tensors():
             for half in halves:
-                loss = loss_fn(model, half)
-                found = torch.autograd.grad(loss, leaves_of(loss), allow_unused=True)
-                gradients.append([g.detach().double() for g in found if g is not None])
+                gradients.append(_gradients(loss_fn(model, half)))
     except Exception as error:
         # A batch need not make sense in halves; then only the warning about noise is lost.
         lines = str(error).strip().splitlines() or [""]
         log.info("how the gradient varies is not known: half a batch failed with %s", lines[0])
         return None
     first, second = gradients
-    if not [g.shape for g in first] == [g.shape for g in second] == [g.shape for g in whole]:
+    if not first.keys() == second.keys() == whole.keys():
         return None
     squares = _squares(first, second)
-    sums = [a + b for a, b in zip(first, second, strict=True)]
-    is_mean = _squares([s / 2 for s in sums], whole) <= _squares(sums, whole)
+    sums = {key: value + second[key] for key, value in first.items()}
+    is_mean = _squares({key: value / 2 for key, value in sums.items()}, whole) <= _squares(sums, whole)
     return squares / 4 if is_mean else squares
 
 
-def _squares(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    return sum(float((a - b).square().sum()) for a, b in zip(left, right, strict=True))
+def _squares(left: Gradients, right: Gradients) -> float:
+    return sum(float((value - right[key]).square().sum()) for key, value in left.items())
 
 
 def _halves(batch: Any) -> tuple[Any, Any] | None:

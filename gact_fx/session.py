@@ -196,8 +196,10 @@ class Session:
                 f"gact_fx.compile: the plan does not fit this model: {differences(self.plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
-        if is_new:
-            log.warning("graph %s was not profiled: every tensor in it gets the same width", key)
+        if is_new and self.plan is not None:
+            found = self.plan.nearest(analysis.saved)
+            how = "every tensor in it gets the same width" if found is None else "it runs the plan of the nearest one"
+            log.warning("graph %s was not profiled: %s", key, how)
         alone = replace(self.config, budget_bytes=None, max_gradient_noise=None)
         default = choose_plan([GraphTensors(key, analysis, {})], alone, self.model, None).graphs[0]
         if found is None:

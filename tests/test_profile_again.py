@@ -1,0 +1,113 @@
+"""Profiling during training, and budgets that need the minibatch variance."""
+
+import logging
+
+import pytest
+import torch
+from conftest import Mixed, gradients, mixed_batch, relative_error
+from torch import nn
+
+import gact_fx
+
+
+def plan_of(model: nn.Module) -> gact_fx.Plan:
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_the_plan_follows_the_sensitivities(inner: str) -> None:
+    """The head's weight grows a thousandfold: what it multiplies matters more than before, and gets more bits."""
+    torch.manual_seed(0)
+    model, reference = Mixed(), Mixed()
+    gact_fx.compile(model, inner=inner, budget_bits=4, profile_every=2)
+    plans, names = [], []
+    for step in range(7):
+        if step == 2:
+            with torch.no_grad():
+                model.mlp[3].weight.mul_(100)
+        batch = mixed_batch(16)
+        reference.load_state_dict(model.state_dict())
+        model(*batch).backward()
+        reference(*batch).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.3
+        plans.append(gact_fx.inspect(model).plan)
+        names.append(len(gact_fx.inspect(model).rows))
+    assert plans[0] is not None and plans[-1] is not None
+    assert plans[0].choices() != plans[-1].choices()
+    # Two steps in a row on one batch: what they differ by is noise of compression alone, which is taken out.
+    assert plans[-1].minibatch_variance is not None
+
+
+def test_a_plan_that_would_be_the_same_is_not_compiled_again() -> None:
+    torch.manual_seed(0)
+    model = gact_fx.compile(Mixed(), inner="eager", budget_bits=4, profile_every=1)
+    batch = mixed_batch(16)
+    for _ in range(3):
+        model(*batch).backward()
+    choices, graphs = plan_of(model).choices(), gact_fx.inspect(model).graphs
+    for _ in range(3):
+        model(*batch).backward()
+    assert plan_of(model).choices() == choices
+    assert all(a.backward is b.backward for a, b in zip(gact_fx.inspect(model).graphs, graphs, strict=True))
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_bound_on_the_noise_is_met(sampled: bool) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))) for _ in range(3)]
+    bytes_held = []
+    for limit in (0.5, 0.01):
+        samples = {"sample_batches": batches} if sampled else {}
+        model = gact_fx.compile(Mixed(), inner="eager", max_gradient_noise=limit, **samples)  # type: ignore[arg-type]
+        for batch in batches:
+            model(*batch).backward()
+        plan = plan_of(model)
+        assert plan.variance is not None and plan.minibatch_variance is not None
+        assert 0 < plan.variance <= limit * plan.minibatch_variance * (1 + 1e-9)
+        bytes_held.append(gact_fx.inspect(model).bytes_after)
+    assert bytes_held[0] < bytes_held[1]
+
+
+def test_one_batch_is_halved_for_the_minibatch_variance() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
+    x, t = torch.randn(512, 16), torch.randn(512, 8)
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (model(batch[0]) - batch[1]).square().sum(1).mean()
+
+    rows = []
+    for i in range(512):
+        grads = torch.autograd.grad(loss(model, (x[i : i + 1], t[i : i + 1])), list(model.parameters()))
+        rows.append(torch.cat([g.flatten() for g in grads]))
+    wanted = float(torch.stack(rows).double().var(0).sum()) / 512
+    gact_fx.compile(model, inner="eager", sample_batches=[(x, t)], loss_fn=loss)
+    assert plan_of(model).minibatch_variance == pytest.approx(wanted, rel=0.3)
+
+
+def test_too_much_noise_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Many rows make a gradient that hardly varies; rounding to a bit does."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(4096, 16)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        gact_fx.compile(
+            model, inner="eager", budget_bits=1.3, sample_batches=[x], loss_fn=lambda m, b: m(b).square().mean()
+        )
+    assert "to the variance of the minibatch gradient, more than 10 %; budget_bits=" in caplog.text
+
+
+def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo then traces the model again with a varying batch size, which may cut it a little differently."""
+    torch.manual_seed(0)
+    model, reference = Mixed(), Mixed()
+    gact_fx.compile(model, budget_bits=4, sample_batches=[mixed_batch(4)])
+    reference.load_state_dict(model.state_dict())
+    batch = mixed_batch(32)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        model(*batch).backward()
+    reference(*batch).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.2
+    assert "every tensor in it gets the same width" not in caplog.text
+    assert len({row.bits for row in gact_fx.inspect(model).rows if row.encoding == "quantize"}) > 2
