@@ -38,7 +38,8 @@ _REDUCTIONS = frozenset(
 _STATISTICS = frozenset(
     {(aten.native_layer_norm, 1), (aten.native_layer_norm, 2), (aten.native_group_norm, 1), (aten.native_group_norm, 2),
      (aten.native_batch_norm, 1), (aten.native_batch_norm, 2), (aten._native_batch_norm_legit_functional, 1),
-     (aten._native_batch_norm_legit_functional, 2), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
+     (aten._native_batch_norm_legit_functional, 2), (aten._native_batch_norm_legit_functional, 3),
+     (aten._native_batch_norm_legit_functional, 4), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
      (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
      (aten._scaled_dot_product_cudnn_attention, 1)}
 )  # fmt: skip

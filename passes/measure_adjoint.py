@@ -117,11 +117,23 @@ class _AdjointStep:
         ]
 
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = getattr(self._interpreter, node.op)(node.target, args, kwargs)
+        run = getattr(self._interpreter, node.op)
+        try:
+            result = run(node.target, args, kwargs)
+        except RuntimeError as error:
+            # Some operators already refuse arguments that require a gradient.
+            if "differentiable" not in str(error):
+                raise
+            self.opaque |= self._sources[node]
+            return run(node.target, *tree_map(_detached, (args, kwargs)))
         if node.op == "call_function" and torch.is_grad_enabled() and _ends_derivative(node, (args, kwargs), result):
             self.opaque |= self._sources[node]
-            return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result)
+            return tree_map(_detached, result)
         return result
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def _ends_derivative(node: fx.Node, arguments: Any, result: Any) -> bool:

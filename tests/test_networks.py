@@ -8,9 +8,9 @@ gradient_benchmark = pytest.importorskip("gradients")
 memory_benchmark = pytest.importorskip("memory")
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("bert", 8), ("gpt2", 9), ("resnet50", 7)])
+@pytest.mark.parametrize(("name", "ratio"), [("bert", 15), ("gpt2", 20), ("resnet50", 13)])
 def test_bytes_held_at_4_bits(name: str, ratio: float) -> None:
-    found = memory_benchmark.measure(name, budget_bits=4)
+    (found,) = memory_benchmark.measure(name, [4.0])
     assert found["eager"] / found["gact_fx"] >= ratio
     assert found["predicted"] == pytest.approx(found["gact_fx"], rel=0.02)
 
