@@ -16,10 +16,11 @@ import pytest
 import torch
 from conftest import Mixed, gradients
 from test_codec_hypothesis import steps_and_irregular
-from torch import fx, nn
+from torch import nn
 
 import gact_fx
 from gact_fx import ops
+from gact_fx.interpreter import GraphInterpreter
 from gact_fx.plan import slot_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -597,15 +598,15 @@ def test_how_often_noise_repeats(kind: str, dtype: torch.dtype) -> None:
 def compressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
     """Arguments and result of every call of compress in graphs that run operator by operator, as they come."""
     calls: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-    call_function = fx.Interpreter.call_function
+    call_function = GraphInterpreter.call_function
 
-    def spy(self: fx.Interpreter, target: Any, args: Any, kwargs: Any) -> Any:
+    def spy(self: GraphInterpreter, target: Any, args: Any, kwargs: Any) -> Any:
         result = call_function(self, target, args, kwargs)
         if target is torch.ops.gact_fx.compress.default and args[0].is_floating_point():
             calls.append(((args[0].clone(), *args[1:]), result.clone()))
         return result
 
-    monkeypatch.setattr(fx.Interpreter, "call_function", spy)
+    monkeypatch.setattr(GraphInterpreter, "call_function", spy)
     return calls
 
 
@@ -625,7 +626,9 @@ def test_training_steps_and_slots_are_uncorrelated(
     each other. Slots that shared a seed, or steps that shared their noise, would show."""
     model = Mixed()
     batches = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(12)]
-    gact_fx.compile(model, inner="eager", rounding=rounding, sample_batches=batches[:1])
+    # Without recomputation, which leaves fewer slots.
+    options = {"recompute": "off", "rounding": rounding, "group_size": 256}
+    gact_fx.compile(model, inner="eager", sample_batches=batches[:1], **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressed.clear()
     steps = []
@@ -657,7 +660,9 @@ def test_gradient_noise_of_successive_steps() -> None:
         value: torch.Tensor = module(x).square().mean()
         return value
 
-    gact_fx.compile(model, inner="eager", budget_bits=2, sample_batches=[batches[0]], loss_fn=loss)
+    # Without recomputation: GELU of rounded values is biased at such widths, and a bias is the same in every step.
+    options = {"budget_bits": 2, "recompute": "off"}
+    gact_fx.compile(model, inner="eager", sample_batches=[batches[0]], loss_fn=loss, **options)
     noises = []
     for x in batches:
         exact.load_state_dict(model.state_dict())
