@@ -198,7 +198,7 @@ class Session:
             )
         if is_new and self.plan is not None:
             found = self.plan.nearest(analysis.saved)
-            remedy = "every tensor in it gets the same width" if found is None else "it runs the plan of the nearest one"
+            remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
             log.warning("graph %s was not profiled: %s", key, remedy)
         alone = replace(self.config, budget_bytes=None, max_gradient_noise=None)
         default = choose_plan([GraphTensors(key, analysis, {})], alone, self.model, None).graphs[0]
