@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from gact_fx.backend import Backend, planned_backend, profiling_backend, uncompressed
 from gact_fx.config import Config
+from gact_fx.dynamo import compile_apart, own_code
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
 from gact_fx.recorder import Recorder
@@ -41,7 +41,7 @@ def compile(
         budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
             included, in [1, 16]; ``None`` gives exactly torch.compile. Left at its default, it yields to ``config``.
         sample_batches: batches to choose the bits on, before training. Without them the first training step is the
-            sample, and runs uncompressed.
+            sample, and runs at 8 bits, operator by operator.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
             ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
         config: all options at once; ``overrides`` are single fields of :class:`Config` laid over it.
@@ -105,6 +105,7 @@ class _Target:
 
     def __init__(self, model: Any, session: Session) -> None:
         self._original = model
+        self._generation = 0
         self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
@@ -115,13 +116,15 @@ class _Target:
         object.__setattr__(self.model, _ATTRIBUTE, session)
 
     def use(self, backend: str | Callable[..., Any]) -> None:
+        self._generation += 1
         if isinstance(self._original, nn.Module):
             # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
             # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
-            compiled: Any = torch.compile(_traced(self._original._call_impl), backend=backend)
+            function = own_code(self._original._call_impl)
+            compiled: Any = compile_apart(function, backend, generation=self._generation)
             self._original._compiled_call_impl = compiled
         else:
-            self.model.compiled = torch.compile(self._original, backend=backend)
+            self.model.compiled = compile_apart(self._original, backend, generation=self._generation)
 
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[Any]:
@@ -140,15 +143,6 @@ class _Target:
         if isinstance(self._original, nn.Module):
             self._original._compiled_call_impl = self._before
             object.__delattr__(self._original, _ATTRIBUTE)
-
-
-def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    # Dynamo counts recompilations per code object: with one for all models, the fifth would silently not be compiled.
-    call.__code__ = call.__code__.replace()
-    return call
 
 
 class _CompiledFunction:
@@ -181,6 +175,7 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
             f"gact_fx.compile: the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; "
             "pass the plan's"
         )
+    _check_budget(plan, config)
     # bfloat16 codes have neither groups nor dither.
     tensors = [t for graph in plan.graphs for t in graph.tensors if t.bits is not None and t.bits <= 8]
     for option, anything in (("group_size", None), ("rounding", "auto")):
@@ -189,4 +184,19 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
         if wanted != anything and others:
             raise ValueError(
                 f"gact_fx.compile: the plan was made for {option}={others[0]!r}, got {option}={wanted!r}; leave it out"
+            )
+
+
+def _check_budget(plan: Plan, config: Config) -> None:
+    """A plan has spent its budget; another one only matters where the model is profiled again."""
+    if config.profile_every is not None:
+        return
+    asked = {name: getattr(config, name) for name in ("budget_bytes", "max_gradient_noise")}
+    if config.budget_bits not in (Config.budget_bits, plan.budget_bits):
+        asked["budget_bits"] = config.budget_bits
+    for name, value in asked.items():
+        if value is not None:
+            raise ValueError(
+                f"gact_fx.compile: {name}={value!r} does nothing beside plan=, whose bits are chosen; leave one "
+                "of them out, or pass profile_every to plan again"
             )

@@ -44,16 +44,18 @@ class Backend:
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
             run = interpret_graph(graph) if self._interpreted else compile()
+            record = found[-1]
+            if not self._interpreted:
+                count = session.run_counts.backward if is_backward else session.run_counts.forward
+                run = count(run, id(record))
             if self._recorder is None:
                 return run
-            record = found[-1]
             if is_backward:
                 return self._recorder.backward(run, id(found), record.replayable, record.analysis)
             return self._recorder.forward(run, id(found), record.replayable)
 
-        watched = watch if self._interpreted or self._recorder is not None else None
         key = session.cache_key()
-        return compile_pair(module, example_inputs, cut, inner=session.config.inner, cache_key=key, interpret=watched)
+        return compile_pair(module, example_inputs, cut, inner=session.config.inner, cache_key=key, interpret=watch)
 
 
 def uncompressed(inner: str) -> str:

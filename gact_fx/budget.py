@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gact_fx.accounting import fixed_nbytes
 from gact_fx.codec_layout import ROUNDINGS
@@ -23,23 +23,29 @@ NOISE_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class GraphTensors:
-    """One graph's tensors, and what was measured about them, by key."""
+    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step."""
 
     fingerprint: str
     analysis: GraphAnalysis
     sensitivities: Mapping[str, Sensitivity]
+    runs: int = 1
 
 
 def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
     """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
     slots = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in slots]
-    menus = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
+    menus = [
+        _repeated(menu, graph.runs)
+        for menu, (graph, _, _) in zip(
+            list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config)), slots, strict=True
+        )
+    ]
     chosen = _choose(menus, graphs, config, minibatch_variance)
     variance = math.fsum(choice.variance for choice in chosen)
     is_known = bool(items) and all(item.sensitivity is not None for item in items)
     if is_known and minibatch_variance is not None:
-        _warn_of_noise(menus, variance, minibatch_variance, sum(item.tensor.numel for item in items))
+        _warn_of_noise(menus, variance, minibatch_variance, sum(graph.runs * t.numel for graph, t, _ in slots))
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
         value = None if item.sensitivity is None else item.sensitivity.value
@@ -47,10 +53,12 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         entry = TensorPlan(tensor.key, choice.bits, seed, value, choice.rounding, choice.group_size)
         plans[graph.fingerprint].append(entry)
     return Plan(
-        budget_bits=config.budget_bits,
+        budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
         graphs=tuple(
-            GraphPlan(graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved))
+            GraphPlan(
+                graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved), graph.runs
+            )
             for graph in graphs
         ),
         recompute=config.recompute,
@@ -62,7 +70,7 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
 def _choose(
     menus: Sequence[Menu], graphs: Sequence[GraphTensors], config: Config, minibatch_variance: float | None
 ) -> list[Choice]:
-    numel = sum(t.numel for graph in graphs for t, _ in graph.analysis.quantized())
+    numel = sum(graph.runs * t.numel for graph in graphs for t, _ in graph.analysis.quantized())
     assert config.budget_bits is not None
     if not config.adaptive:
         return [_fixed(menu, int(config.budget_bits)) for menu in menus]
@@ -74,7 +82,7 @@ def _choose(
             )
         return fewest_bytes(menus, config.max_gradient_noise * minibatch_variance)
     if config.budget_bytes is not None:
-        fixed = sum(fixed_nbytes(graph.analysis) for graph in graphs)
+        fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
         least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
         if least > config.budget_bytes:
             log.warning(
@@ -83,6 +91,15 @@ def _choose(
             )  # fmt: skip
         return allocate_bits(menus, config.budget_bytes - fixed)
     return allocate_bits(menus, config.budget_bits / 8 * numel)
+
+
+def _repeated(menu: Menu, runs: int) -> Menu:
+    """The menu of a tensor of which a step holds ``runs``, each with noise of its own."""
+    return [replace(c, nbytes=runs * c.nbytes, variance=runs * c.variance) for c in menu] if runs > 1 else menu
+
+
+def _has_other_budget(config: Config) -> bool:
+    return config.budget_bytes is not None or config.max_gradient_noise is not None
 
 
 def _fixed(menu: Menu, bits: int) -> Choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ import torch
 from torch import fx, nn
 
 from gact_fx.aot import GraphPair
-from gact_fx.api import _ATTRIBUTE, _traced
+from gact_fx.api import _ATTRIBUTE
 from gact_fx.backend import Backend
+from gact_fx.dynamo import compile_apart, own_code
 from gact_fx.error_table import GradientError
 from gact_fx.gradient_moments import GradientMoments, total
 from gact_fx.inner import Compiled, boxed
@@ -164,9 +164,7 @@ def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
-    known = inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    model._compiled_call_impl = torch.compile(_traced(model._call_impl), backend=backend, **options)
+    model._compiled_call_impl = compile_apart(own_code(model._call_impl), backend)
     try:
         with (
             torch.enable_grad(),

@@ -39,11 +39,15 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """One graph, recognised by the fingerprint of what it saves; ``saved`` spells out what that is."""
+    """One graph, recognised by the fingerprint of what it saves; ``saved`` spells out what that is.
+
+    ``runs`` is how often it ran in a step when it was profiled: graphs with equal fingerprints count as one.
+    """
 
     fingerprint: str
     tensors: tuple[TensorPlan, ...]
     saved: tuple[str, ...] = ()
+    runs: int = 1
 
     def entries(self) -> dict[str, TensorPlan]:
         """The entries by key."""
@@ -54,7 +58,8 @@ class GraphPlan:
 class Plan:
     """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown.
 
-    ``budget_bits`` and ``recompute`` are those of the configuration that it was made with.
+    ``budget_bits`` and ``recompute`` are those of the configuration that it was made with; ``budget_bits`` is None
+    where bytes or noise were the budget.
     ``variance`` is what compression was predicted to add to the gradient's variance, ``minibatch_variance`` what the
     gradient varies by from batch to batch, both in units of squared gradient, None where not measured.
     """
@@ -85,14 +90,15 @@ class Plan:
     def variance_on(self, sensitivities: Mapping[str, Mapping[str, Sensitivity]]) -> float | None:
         """The variance this plan would add at other sensitivities, by graph and key; None where one is missing."""
         terms = []
-        for (graph, key), (bits, rounding, group_size) in self.choices().items():
-            if bits is None:
-                continue
-            found = sensitivities.get(graph, {}).get(key)
-            code = (bits, "dither" if rounding == "dither" else "stochastic", group_size)
-            if found is None or code not in found.variances:
-                return None
-            terms.append(found.variances[code])
+        for graph in self.graphs:
+            for tensor in graph.tensors:
+                if tensor.bits is None:
+                    continue
+                found = sensitivities.get(graph.fingerprint, {}).get(tensor.key)
+                code = (tensor.bits, "dither" if tensor.rounding == "dither" else "stochastic", tensor.group_size)
+                if found is None or code not in found.variances:
+                    return None
+                terms.append(graph.runs * found.variances[code])
         return math.fsum(terms)
 
     def save(self, path: str | Path) -> None:
@@ -120,7 +126,7 @@ class Plan:
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:
     tensors = tuple(TensorPlan(**tensor) for tensor in data["tensors"])
-    return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]))
+    return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]), data["runs"])
 
 
 def saved_values(saved: tuple[SavedTensor, ...]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
+from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.driver import Stage
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan, TensorPlan
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One saved tensor. Bytes are those held between forward and backward, each storage counted once; a tensor that is
-    held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of a code, None where kept exact.
+    """One saved tensor. Bytes are those held between forward and backward, each storage counted once, by all ``runs``
+    of the graph in a step; a tensor that is held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of
+    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code.
     """
 
     graph: int
+    runs: int
     name: str
     module: str
     op: str
@@ -34,6 +37,8 @@ class Row:
     dtype: str
     encoding: str
     bits: int | None
+    rounding: str | None
+    group_size: int | None
     sensitivity: float | None
     bytes_before: int
     bytes_after: int
@@ -86,7 +91,7 @@ class Report:
     def average_bits(self) -> float | None:
         """Bits per element over the tensors with codes, their metadata and masks included."""
         rows = [row for row in self.rows if row.encoding == QUANTIZE]
-        elements = sum(row.numel for row in rows)
+        elements = sum(row.runs * row.numel for row in rows)
         return 8 * sum(row.bytes_after for row in rows) / elements if elements else None
 
     def to_json(self) -> str:
@@ -100,9 +105,11 @@ class Report:
 
     @classmethod
     def from_session(cls, session: Session) -> Report:
-        """The report on everything that the session has compiled so far."""
-        rows = tuple(row for i, record in enumerate(session.records) for row in _rows(i, record, session))
-        graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in session.records)
+        """The report on the graphs that the session has compiled and training still runs."""
+        records = [record for record in session.records if session.run_counts.is_current(id(record))]
+        runs = [session.run_counts.runs(id(record)) for record in records]
+        rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i]))
+        graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in records)
         return cls(rows, graphs, session.plan, _note(session))
 
 
@@ -113,7 +120,7 @@ def _note(session: Session) -> str:
         return "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph)"
     if not session.records:
         return "a plan, and no graph compiled with it yet; run a training step"
-    if all(row.encoding == KEEP for i, record in enumerate(session.records) for row in _rows(i, record, session)):
+    if all(row.encoding == KEEP for record in session.records for row in _rows(0, record, 1)):
         return "nothing to compress: the reasons are in the table"
     slow = sorted({device for record in session.records for device in _devices(record)} - _compiled_devices())
     if slow:
@@ -134,8 +141,9 @@ def _compiled_devices() -> set[str]:
     return {device for device in ("cpu", "cuda") if has_compiled_kernels(device)}
 
 
-def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
+def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
     held: set[int] = set()
+    kept: set[int] = set()
     entries = record.plan.entries()
     for tensor, how in zip(record.analysis.saved, record.analysis.eligibility, strict=True):
         entry = entries.get(tensor.key)
@@ -147,8 +155,16 @@ def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
         if is_counted(tensor) and tensor.storage not in held:
             held.add(tensor.storage)
             before = tensor.storage_nbytes
+        after = 0
+        if encoding != KEEP or how.instead:
+            after = _size_after(tensor, how, entry, encoding)
+        elif is_counted(tensor) and tensor.storage not in kept:
+            kept.add(tensor.storage)
+            after = tensor.storage_nbytes
+        is_code = encoding == QUANTIZE and entry is not None
         yield Row(
             graph=graph,
+            runs=runs,
             name=tensor.name,
             module=tensor.module,
             op=tensor.op,
@@ -156,22 +172,24 @@ def _rows(graph: int, record: GraphRecord, session: Session) -> Iterator[Row]:
             dtype=str(tensor.dtype).removeprefix("torch."),
             encoding=encoding,
             bits={MASK: 1, PACK: how.min_bits, QUANTIZE: bits}.get(encoding),
+            rounding=entry.rounding if is_code and entry is not None else None,
+            group_size=entry.group_size if is_code and entry is not None else None,
             sensitivity=entry.sensitivity if entry is not None else None,
-            bytes_before=before,
-            bytes_after=_size_after(tensor, how, entry, encoding, before),
+            bytes_before=runs * before,
+            bytes_after=runs * after,
             reason=reason,
         )
 
 
-def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None, encoding: str, before: int) -> int:
+def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None, encoding: str) -> int:
     if encoding == QUANTIZE and entry is not None:
         return coded_nbytes(tensor, how, entry)
-    if how.encoding == QUANTIZE and how.instead:
-        return tensor.nbytes
-    return before if encoding == KEEP else exact_nbytes(tensor, how)
+    return tensor.nbytes if how.instead else exact_nbytes(tensor, how)
 
 
-_COLUMNS = ("graph", "tensor", "op", "shape", "dtype", "stored", "bits", "sensitivity", "before", "after", "reason")
+_COLUMNS = (
+    "graph", "tensor", "op", "shape", "dtype", "stored", "bits", "code", "sensitivity", "before", "after", "reason"
+)  # fmt: skip
 _RIGHT = {"graph", "bits", "sensitivity", "before", "after"}
 
 
@@ -201,7 +219,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     bits = str(row.bits) if row.bits is not None else ""
     shape = "x".join(map(str, row.shape)) or "scalar"
     sizes = (_size(row.bytes_before), _size(row.bytes_after))
-    return (str(row.graph), row.name, row.op, shape, row.dtype, row.encoding, bits, sensitivity, *sizes, row.reason)
+    # bfloat16 codes have neither rounding to speak of nor groups.
+    code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
+    graph = str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
+    return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
 
 
 def _count_reasons(reasons: Iterable[str]) -> list[str]:

@@ -16,12 +16,14 @@ from torch import fx
 from gact_fx.accounting import fixed_nbytes
 from gact_fx.aot import GraphPair, Mark
 from gact_fx.budget import GraphTensors, choose_plan
+from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Eligibility, GraphAnalysis, SavedTensor, Sensitivity
+from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
 from gact_fx.tape import Step
 
@@ -48,10 +50,11 @@ class GraphRecord:
 
 @dataclass
 class GraphProfile:
-    """Sensitivities of one graph, by key, of every backward pass seen."""
+    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step."""
 
     analysis: GraphAnalysis
     found: dict[str, list[Sensitivity]] = field(default_factory=dict)
+    runs: int = 1
 
     def add(self, analysis: GraphAnalysis, sensitivities: dict[str, Sensitivity]) -> None:
         """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
@@ -62,7 +65,7 @@ class GraphProfile:
     def tensors(self) -> GraphTensors:
         """What the budget is shared out among."""
         means = {key: Sensitivity.mean(values) for key, values in self.found.items()}
-        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means)
+        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means, self.runs)
 
 
 class Session:
@@ -78,6 +81,7 @@ class Session:
         self.plan_was_given = plan is not None
         self.profiles: dict[str, GraphProfile] = {}
         self.records: list[GraphRecord] = []
+        self.run_counts = RunCounts()
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
         self.minibatch_variance: float | None = None
         self.progress: Callable[[int], None] = lambda count: None
@@ -110,6 +114,8 @@ class Session:
             log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
             return False
         profiles = [self._profile(step.analysis) for step in steps]
+        for profile in profiles:
+            profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         if not self.config.adaptive:
             return True
         self.announce(sum(len(step.analysis.quantized()) for step in steps))
@@ -146,7 +152,9 @@ class Session:
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return self.plan
         self.plan = plan
-        self.records = []
+        # A given plan that was made anew may meet graphs that it does not know, like any other.
+        self.plan_was_given = False
+        self.records, self.run_counts = [], RunCounts()
         total = sum(len(graph.tensors) for graph in plan.graphs)
         log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
         if not total:
@@ -208,9 +216,8 @@ class Session:
         chosen = []
         for tensor, how in analysis.quantized():
             entry = entries[tensor.key]
-            fits = how.exact_allowed if entry.bits is None else entry.bits >= how.min_bits
-            chosen.append(entry if fits else default.entries()[tensor.key])
-        return GraphPlan(key, tuple(chosen), found.saved)
+            chosen.append(entry if _fits(entry, tensor, how) else default.entries()[tensor.key])
+        return GraphPlan(key, tuple(chosen), found.saved, found.runs)
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 
@@ -224,6 +231,14 @@ def _is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool
         return False
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
+
+
+def _fits(entry: TensorPlan, tensor: SavedTensor, how: Eligibility) -> bool:
+    """Whether a decision made for another graph can be kept to."""
+    if entry.bits is None:
+        return how.exact_allowed
+    can_be_coded = entry.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
+    return entry.bits >= how.min_bits and can_be_coded
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -1,0 +1,50 @@
+"""torch.compile with a backend that changes as training goes on, kept clear of Dynamo's limit of recompilations.
+
+Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
+2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Backend = str | Callable[..., Any]
+
+
+def compile_apart(function: Callable[..., Any], backend: Backend, *, generation: int = 1) -> Callable[..., Any]:
+    """``torch.compile(function, backend=backend)``, not held back by what was compiled of the same code before.
+
+    Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
+    these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
+    """
+    can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {"isolate_recompiles": True} if can_isolate else {}
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    if can_isolate or generation == 1:
+        return compiled
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        with config.patch(recompile_limit=generation * config.recompile_limit):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` behind a code object of its own.
+
+    Dynamo counts recompilations per code object: with one for all models, the ninth would silently not be compiled.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
