@@ -124,3 +124,44 @@ def test_models_copy_and_pickle_with_their_plan() -> None:
         assert session_plan(twin) == session_plan(model)
         assert list(twin.state_dict()) == list(Mixed().state_dict())
         assert twin(*mixed_batch()).isfinite()
+
+
+def test_a_plan_has_spent_its_budget() -> None:
+    plan = session_plan(compiled(Mixed(), sample_batches=[mixed_batch()], budget_bits=3))
+    compiled(Mixed(), plan=plan)
+    compiled(Mixed(), plan=plan, budget_bits=3)
+    compiled(Mixed(), plan=plan, budget_bytes=10_000, profile_every=5)
+    for option, value in (("budget_bits", 2), ("budget_bytes", 10_000), ("max_gradient_noise", 0.1)):
+        with pytest.raises(ValueError, match=f"{option}={value} does nothing beside plan="):
+            compiled(Mixed(), plan=plan, **{option: value})
+
+
+def test_a_given_plan_that_was_made_anew_meets_an_unknown_graph() -> None:
+    """It then serves like any other plan, and is not said not to fit."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, other: bool = False) -> torch.Tensor:
+            x = torch.tanh(self.first(x))
+            return (torch.sigmoid(self.second(x)).exp() if other else x).square().mean()
+
+    x = torch.randn(256, 64)
+    options = {"loss_fn": lambda model, batch: model(*batch)}
+    plan = session_plan(compiled(Branches(), sample_batches=[(x,)], **options))
+    model = compiled(Branches(), plan=replace(plan, variance=1e9), profile_every=2)
+    for _ in range(6):
+        model(x * torch.rand(()) * 3).backward()
+    model(x, other=True).backward()
+
+
+def test_sixteen_bits_are_for_float32() -> None:
+    """A plan for another dtype does not fit, whatever its widths."""
+    model = compiled(Mixed(), sample_batches=[mixed_batch()], budget_bits=16)
+    plan = session_plan(model)
+    x, y = mixed_batch()
+    half = compiled(Mixed().bfloat16(), sample_batches=[(x.bfloat16(), y)], budget_bits=16)
+    assert {t.bits for g in session_plan(half).graphs for t in g.tensors} & {16} == set()
+    assert 16 in {t.bits for g in plan.graphs for t in g.tensors}

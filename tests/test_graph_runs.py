@@ -1,0 +1,142 @@
+"""Models of several graphs, and of graphs that run several times in a step: what they hold is planned and reported."""
+
+import pytest
+import torch
+from activation_bytes import _graph_nodes, _tensors_of
+from torch import nn
+
+import gact_fx
+from gact_fx.api import _ATTRIBUTE
+
+OPTIONS = {"inner": "eager", "min_elements": 64}
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Repeated(nn.Module):
+    """The same graph many times over: equal blocks with graph breaks between them."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+            torch._dynamo.graph_break()
+        return self.head(x).square().mean()
+
+
+class Stage(nn.Module):
+    """A block with a graph break inside: stages of different sizes share the code before it and that after it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH + 8 * index, WIDTH + 8 * (index + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        return x
+
+
+def stages(count: int) -> nn.Module:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(Stage(index) for index in range(count))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x.square().mean()
+
+    return Stages()
+
+
+def rows(count: int = 256) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def held(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that the compiled graphs hold between forward and backward of one training step.
+
+    Dynamo leaves a loop with graph breaks to eager PyTorch, and compiles what it calls.
+    """
+    loss = model(x)
+    nodes = [node for node in _graph_nodes(loss.grad_fn) if "CompiledFunctionBackward" in type(node).__name__]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for node in nodes for t in _tensors_of(node)}
+    for tensor in (*model.parameters(), x):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    loss.backward()
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_repeated_graph_counts_as_often_as_it_runs() -> None:
+    model = gact_fx.compile(Repeated(), sample_batches=[(rows(),)], budget_bytes=40_000, **OPTIONS)
+    found = [held(model, rows()) for _ in range(2)]
+    report = gact_fx.inspect(model)
+    assert max(found) <= 40_000
+    assert found[-1] == pytest.approx(report.bytes_after, rel=0.02)
+    assert max(row.runs for row in report.rows) > 1 and "x)" in str(report)
+
+
+def test_variance_of_a_repeated_graph() -> None:
+    batch = (rows(),)
+    model = gact_fx.compile(Repeated(), sample_batches=[batch], budget_bits=4, **OPTIONS)
+    model(*batch).backward()
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.variance is not None
+    measured = gact_fx.measure_gradient_error(model, [batch], draws=64).total.variance
+    assert plan.variance == pytest.approx(measured, rel=0.35)
+
+
+def test_a_graph_that_no_longer_runs_is_not_reported() -> None:
+    """The first change of the batch size has Dynamo trace the model anew, with a varying size."""
+    model = gact_fx.compile(Repeated(1), sample_batches=[(rows(),)], **OPTIONS)
+    held(model, rows())
+    graphs = len(gact_fx.inspect(model).graphs)
+    for _ in range(8):
+        found = held(model, rows(200))
+    report = gact_fx.inspect(model)
+    assert len(report.graphs) == graphs
+    # Sizes are those that were traced.
+    assert found == pytest.approx(report.bytes_after, rel=0.3)
+
+
+def test_stages_that_share_their_code_are_all_compressed() -> None:
+    """Profiling and training compile each: together more often than Dynamo does for one piece of code."""
+    model = gact_fx.compile(stages(6), sample_batches=[(rows(),)], **OPTIONS)
+    for _ in range(2):
+        found = held(model, rows())
+    assert found == pytest.approx(gact_fx.inspect(model).bytes_after, rel=0.02)
+
+
+def test_planning_again_and_again() -> None:
+    model = gact_fx.compile(stages(2), sample_batches=[(rows(),)], **OPTIONS)
+    before = held(model, rows())
+    session = getattr(model, _ATTRIBUTE)
+    for _ in range(6):
+        session.records = []
+        for call in session.on_plan:  # as when the bits change
+            call()
+        assert held(model, rows()) == before
+
+
+def test_no_more_than_the_runs_before_backward_count() -> None:
+    """Forward passes for a look at the loss hold nothing for long."""
+    model = gact_fx.compile(Repeated(1), sample_batches=[(rows(),)], **OPTIONS)
+    once = held(model, rows())
+    for _ in range(5):
+        model(rows())
+    held(model, rows())
+    assert gact_fx.inspect(model).bytes_after == pytest.approx(once, rel=0.02)
