@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graph_edit import dependents
+
 # Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers;
 # returns whether everything not marked may be recomputed.
 Mark = Callable[[Sequence[fx.Node], frozenset[fx.Node]], bool]
@@ -143,12 +145,8 @@ def partition(
 
 def _before_tangents(joint: fx.Graph) -> list[fx.Node]:
     """The nodes of the joint graph that do not depend on tangents: forward, and what backward could share with it."""
-    depends: set[fx.Node] = set()
-    for node in joint.nodes:
-        # The partitioner itself tells tangents by this name.
-        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or any(i in depends for i in node.all_input_nodes):
-            depends.add(node)
+    # The partitioner itself tells tangents by this name.
+    depends = dependents(joint, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
     return [node for node in joint.nodes if node not in depends and node.op != "output"]
 
 

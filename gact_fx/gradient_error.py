@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from gact_fx.backend import Backend
 from gact_fx.dynamo import compile_apart, own_code
 from gact_fx.error_table import GradientError
 from gact_fx.gradient_moments import GradientMoments, total
+from gact_fx.graph_edit import copy_module
 from gact_fx.inner import Compiled, boxed
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.profile import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
@@ -101,7 +101,7 @@ class _Twin(Session):
         self._exact: list[tuple[GraphPair, GraphPair]] = []
 
     def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
-        exact = replace(pair, forward=_copy(pair.forward), backward=_copy(pair.backward))
+        exact = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
         record = super().rewrite(pair, channels_last)
         self._exact.append((record.replayable, exact))
         return record
@@ -184,10 +184,6 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
     # Not loss.backward(), which would write .grad.
     found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
     return {names[id(leaf)]: gradient for leaf, gradient in zip(leaves, found, strict=True)}
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 # ---- What may be wrong ------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Adding a call to an FX graph together with its fake value."""
+"""What several passes do to FX graphs: add a call together with its fake value, copy, follow dependences."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,3 +21,17 @@ def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **k
     with first.fake_mode:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def dependents(graph: fx.Graph, is_root: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The nodes that are roots or depend on one."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_root(node) or any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph can be edited by itself; tensors are shared."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from gact_fx.budget import GraphTensors, choose_plan
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
+from gact_fx.graph_edit import copy_module
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
@@ -94,7 +94,7 @@ class Session:
         mark = partial(mark_recomputation, recompute=self.config.recompute)
         if self.config.recompute != "full":
             return partition(joint, mark)
-        trial = partition(_copy(joint), mark)
+        trial = partition(copy_module(joint), mark)
         analysis = Driver(trial, self.config).analyze()
         products = choose_products(trial, analysis, self._bytes_to_free(analysis))
         return partition(joint, partial(mark, products=products))
@@ -171,7 +171,7 @@ class Session:
         analysis = driver.analyze(channels_last)
         plan = self._profiling_plan(analysis) if profiling else self._graph_plan(analysis)
         driver.insert(analysis, plan)
-        replayable = replace(pair, forward=_copy(pair.forward), backward=_copy(pair.backward))
+        replayable = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
         driver.fuse()
         record = GraphRecord(pair, replayable, analysis, plan, tuple(driver.stages))
         if not profiling:
@@ -239,10 +239,6 @@ def _fits(entry: TensorPlan, tensor: SavedTensor, how: Eligibility) -> bool:
         return how.exact_allowed
     can_be_coded = entry.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
     return entry.bits >= how.min_bits and can_be_coded
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _cuda_devices(steps: Sequence[Step]) -> list[int]:

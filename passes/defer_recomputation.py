@@ -6,19 +6,15 @@ blob instead, what remains would be decompressed long before it is needed, many 
 
 from __future__ import annotations
 
-from torch import fx
-
 from gact_fx.aot import GraphPair
+from gact_fx.graph_edit import dependents
 
 
 def defer_recomputation(pair: GraphPair) -> GraphPair:
     """Reorder ``pair.backward`` in place; only nodes that do not depend on tangents move."""
     graph = pair.backward.graph
     tangents = pair.tangents()
-    depends: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.name in tangents or any(i in depends for i in node.all_input_nodes):
-            depends.add(node)
+    depends = dependents(graph, lambda node: node.name in tangents)
     # From the end, so that a chain moves link by link.
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node not in depends and node.users:

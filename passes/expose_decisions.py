@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
-from gact_fx.graph_edit import add_call
+from gact_fx.graph_edit import add_call, dependents
 
 aten = torch.ops.aten
 
@@ -23,11 +23,9 @@ def expose_decisions(pair: GraphPair) -> GraphPair:
     """Edit ``pair.backward`` in place: every operator with a kink that does not depend on tangents."""
     graph = pair.backward.graph
     tangents = pair.tangents()
-    depends: set[fx.Node] = set()
+    depends = dependents(graph, lambda node: node.name in tangents)
     for node in list(graph.nodes):
-        if node.name in tangents or any(i in depends for i in node.all_input_nodes):
-            depends.add(node)
-        elif node.op == "call_function" and _is_float(node):
+        if node.op == "call_function" and node not in depends and _is_float(node):
             spell = _SPELLINGS.get(node.target)
             if spell is not None:
                 with graph.inserting_before(node):
