@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
+from gact_fx.gradients import are_finite, in_double, squared_norm
 from gact_fx.recorder import Recorder
 from gact_fx.saved_tensors import compressed_saved_tensors
 from gact_fx.session import Session, log
@@ -75,8 +76,13 @@ def profile_batches(
                 raise _rejected(count - 1, error) from error
             _check_loss(loss)
             # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
-            noise.add(_gradients(loss))
-            session.measure(recorder.take())
+            gradients = _gradients(loss)
+            steps = recorder.take()
+            if are_finite(gradients.values()):
+                noise.add(gradients)
+                session.measure(steps)
+            else:
+                log.warning("sample batch %d has NaN or infinity in its gradients; it is left out", count - 1)
     if not count:
         raise ValueError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "
@@ -111,7 +117,7 @@ class _Spread:
         for key, value in gradients.items():
             ahead = value - self.mean[key]
             self.mean[key] += ahead / self._count
-            self._squares += float((ahead * (value - self.mean[key])).sum())
+            self._squares += float((ahead.conj() * (value - self.mean[key])).sum().real)
 
     def variance(self) -> float | None:
         """None for fewer than two."""
@@ -119,10 +125,10 @@ class _Spread:
 
 
 def _gradients(loss: torch.Tensor) -> Gradients:
-    """The leaves' gradients in float64, by the leaves' identity: their order depends on the compiler."""
+    """The leaves' gradients in double precision, by the leaves' identity: their order depends on the compiler."""
     leaves = leaves_of(loss)
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return {id(leaf): g.detach().double() for leaf, g in zip(leaves, found, strict=True) if g is not None}
+    return {id(leaf): in_double(g.detach()) for leaf, g in zip(leaves, found, strict=True) if g is not None}
 
 
 def _variance_by_halves(
@@ -147,7 +153,7 @@ def _variance_by_halves(
         log.info("how the gradient varies is not known: half a batch failed with %s", lines[0])
         return None
     first, second = gradients
-    if not first.keys() == second.keys() == whole.keys():
+    if not first.keys() == second.keys() == whole.keys() or not are_finite([*first.values(), *second.values()]):
         return None
     squares = _squares(first, second)
     sums = {key: value + second[key] for key, value in first.items()}
@@ -156,7 +162,7 @@ def _variance_by_halves(
 
 
 def _squares(left: Gradients, right: Gradients) -> float:
-    return sum(float((value - right[key]).square().sum()) for key, value in left.items())
+    return sum(squared_norm(value - right[key]) for key, value in left.items())
 
 
 def _halves(batch: Any) -> tuple[Any, Any] | None:

@@ -14,11 +14,17 @@ from gact_fx.codec_layout import SOURCE_DTYPES
 BITS = 8
 GROUP_SIZE = 256
 MIN_ELEMENTS = 4096
+# Attention masks add numbers of this size and more to scores where a difference of one matters, and codes are as coarse
+# as a 255th of them. Activations, whose errors count in proportion, hardly grow so large.
+MAX_MAGNITUDE = 1e4
 
 
 @contextlib.contextmanager
 def compressed_saved_tensors() -> Iterator[None]:
-    """Store what eager operators save for backward in 8 bits per element, parameters and small tensors apart."""
+    """Store what eager operators save for backward in 8 bits per element.
+
+    Parameters, small tensors, and those with huge, infinite or NaN values stay as they are.
+    """
     # Neighbours in one graph would otherwise be rounded by the same noise.
     seeds = iter(range(2**62))
 
@@ -31,6 +37,9 @@ def compressed_saved_tensors() -> Iterator[None]:
         dense = x.detach().permute(order)
         # An expanded tensor is smaller in memory than its codes.
         if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
+            return x
+        # NaN compares as false.
+        if not all(bound.abs() < MAX_MAGNITUDE for bound in dense.aminmax()):
             return x
         return ops.compress(dense, BITS, GROUP_SIZE, next(seeds)), dense.shape, x.dtype, order
 

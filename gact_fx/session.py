@@ -18,6 +18,7 @@ from gact_fx.budget import GraphTensors, choose_plan
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
+from gact_fx.gradients import are_finite, squared_norm
 from gact_fx.graph_edit import copy_module
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
@@ -127,10 +128,14 @@ class Session:
 
     def learn_from(self, steps: Sequence[Step], gradients: list[torch.Tensor]) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change."""
+        if not are_finite(gradients):
+            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            self._last_gradients = []
+            return
         last, self._last_gradients = self._last_gradients, gradients
         is_second = bool(last) and [g.shape for g in last] == [g.shape for g in gradients]
         if is_second:
-            squares = sum(float((a - b).double().square().sum()) for a, b in zip(last, gradients, strict=True))
+            squares = sum(squared_norm(a - b) for a, b in zip(last, gradients, strict=True))
             noise = self.plan.variance if self.plan is not None and self.plan.variance is not None else 0.0
             self.minibatch_variance = max(squares / 2 - noise, 0.0)
         # How the gradient varies takes two steps in a row; the first plan only waits for it where it is asked for.
