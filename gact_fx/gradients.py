@@ -1,7 +1,8 @@
-"""Arithmetic on gradients, which may be complex and may have overflowed."""
+"""Arithmetic on gradients, which may be complex or sparse, and may have overflowed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +10,8 @@ import torch
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Whether all of them are free of NaN and infinity."""
-    return all(bool(gradient.isfinite().all()) for gradient in gradients)
+    # Sparse gradients have no isfinite.
+    return all(math.isfinite(squared_norm(gradient)) for gradient in gradients)
 
 
 def in_double(gradient: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,15 @@ MAX_MAGNITUDE = 1e4
 def compressed_saved_tensors() -> Iterator[None]:
     """Store what eager operators save for backward in 8 bits per element.
 
-    Parameters, small tensors, and those with huge, infinite or NaN values stay as they are.
+    Parameters, small and sparse tensors, and those with huge, infinite or NaN values stay as they are.
     """
     # Neighbours in one graph would otherwise be rounded by the same noise.
     seeds = iter(range(2**62))
 
     def pack(x: torch.Tensor) -> Any:
         is_parameter = x.is_leaf and x.requires_grad
-        if is_parameter or x.dtype not in SOURCE_DTYPES or x.numel() < MIN_ELEMENTS:
+        is_codable = x.dtype in SOURCE_DTYPES and x.layout is torch.strided
+        if is_parameter or not is_codable or x.numel() < MIN_ELEMENTS:
             return x
         strides = x.stride()
         order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
