@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,35 +13,45 @@ from gact_fx.inner import Compiled, boxed
 from gact_fx.records import GraphAnalysis
 from gact_fx.tape import Step, Tape
 
+log = logging.getLogger("gact_fx")
+# What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
+LeafGradients = Mapping[torch.Tensor, torch.Tensor]
+
 
 class Recorder:
     """Hands every ``every``-th training step, and those that follow it up to ``consecutive``, to ``on_step``: the
-    backward passes of its graphs and its gradients.
+    backward passes of its graphs and the gradients of its leaves.
 
-    A step begins when the first graph of the model runs forward, and ends when every graph that ran forward has run
-    backward, or else when the next one begins. With ``every`` 1 all steps are recorded; with ``every`` None none, until
-    `start` is called, and then until `take`.
+    A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
+    has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
+    recorded; with ``every`` None none, until `start` is called, and then until `take`.
     """
 
     def __init__(
-        self, on_step: Callable[[list[Step], list[torch.Tensor]], None], every: int | None = None, consecutive: int = 1
+        self,
+        on_step: Callable[[list[Step], LeafGradients], None],
+        every: int | None = None,
+        consecutive: int = 1,
     ) -> None:
         self._on_step = on_step
         self._every = every
         self._consecutive = consecutive
         self._tape: Tape | None = None
-        self._gradients: list[torch.Tensor] = []
-        self._first: int | None = None
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
+        self._waiting: dict[int, int] = {}
+        self._has_gradients = False
         self._begun = 0
         self._stopped = False
+        self._has_warned = False
 
     def start(self) -> None:
         """Record what runs from now on."""
-        self._tape, self._gradients = Tape(), []
+        self._tape, self._gradients = Tape(), {}
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
-        steps = self._tape.steps() if self._tape is not None else []
+        steps = self._steps()
         self.start()
         return steps
 
@@ -67,15 +78,14 @@ class Recorder:
         """``run``, the backward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
-            if self._tape is None:
-                return run(arguments)
-            self._tape.record_backward(key, pair, analysis, arguments)
+            inputs = []
+            if self._tape is not None:
+                inputs = self._tape.record_backward(key, pair, analysis, arguments)
             result = run(arguments)
-            if self._every is not None and self._tape is not None:
-                # Copies: what is returned becomes .grad, which the next step may add to in place.
-                self._gradients += [g.detach().clone() for g in result if isinstance(g, torch.Tensor)]
-                if self._tape.is_complete:
-                    self._finish()
+            if self._every is not None:
+                if self._tape is not None:
+                    self._collect(pair, inputs, result)
+                self._leave(key)
             return result
 
         return boxed(call)
@@ -84,19 +94,45 @@ class Recorder:
         if self._every is None or self._stopped:
             return
         # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
-        if self._tape is not None and self._tape.ran_forward(key) and self._tape.has_gradients:
+        if self._has_gradients and key in self._waiting:
             self._finish()
-        if self._first is None:
-            self._first = key
-        if key == self._first and not self._stopped:
+        if not self._waiting and not self._stopped:
             self._begun += 1
             is_sampled = self._begun >= self._every and self._begun % self._every < self._consecutive
             if self._tape is None and is_sampled:
                 self.start()
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+
+    def _leave(self, key: int) -> None:
+        self._waiting[key] = max(self._waiting.get(key, 0) - 1, 0)
+        self._has_gradients = True
+        if not any(self._waiting.values()):
+            self._finish()
+
+    def _collect(self, pair: GraphPair, inputs: list[Any], result: Any) -> None:
+        for position, source in pair.gradients_of_inputs().items():
+            gradient, leaf = result[position], inputs[source] if inputs else None
+            if isinstance(gradient, torch.Tensor) and isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                # A copy: what is returned becomes .grad, which the next step may add to in place.
+                known = self._gradients.get(leaf)
+                gradient = gradient.detach()
+                self._gradients[leaf] = gradient.clone() if known is None else known + gradient
 
     def _finish(self) -> None:
-        assert self._tape is not None
-        steps, gradients = self._tape.steps(), self._gradients
-        self._tape, self._gradients = None, []
+        steps, gradients = self._steps(), self._gradients
+        self._tape, self._gradients = None, {}
+        self._waiting, self._has_gradients = {}, False
         if steps:
             self._on_step(steps, gradients)
+
+    def _steps(self) -> list[Step]:
+        if self._tape is None:
+            return []
+        breaks = self._tape.breaks()
+        if breaks and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s, which runs between the compiled graphs: what rounding behind it does to parameters before it is "
+                "not measured, and widths may be chosen poorly", "; ".join(breaks),
+            )  # fmt: skip
+        return self._tape.steps()

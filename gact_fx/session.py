@@ -23,6 +23,7 @@ from gact_fx.graph_edit import copy_module
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
+from gact_fx.recorder import LeafGradients
 from gact_fx.records import Eligibility, GraphAnalysis, SavedTensor, Sensitivity
 from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
@@ -31,6 +32,8 @@ from gact_fx.tape import Step
 log = logging.getLogger("gact_fx")
 # What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
 PROFILE_BITS = 8
+# Steps in training until a plan is made without knowing how much the gradient varies.
+MAX_STEPS_WAITED = 8
 # Re-planning costs a compilation, and must bring the predicted variance down by this much.
 WORTHWHILE = 0.95
 
@@ -88,7 +91,8 @@ class Session:
         self.progress: Callable[[int], None] = lambda count: None
         self.announce: Callable[[int], None] = lambda count: None
         self.on_plan: list[Callable[[], None]] = []
-        self._last_gradients: list[torch.Tensor] = []
+        self._last_gradients: LeafGradients = {}
+        self._steps_waited = 0
 
     def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
         """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
@@ -126,23 +130,34 @@ class Session:
             profile.add(step.analysis, sensitivities)
         return True
 
-    def learn_from(self, steps: Sequence[Step], gradients: list[torch.Tensor]) -> None:
+    def learn_from(self, steps: Sequence[Step], gradients: LeafGradients) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change."""
-        if not are_finite(gradients):
+        if not are_finite(gradients.values()):
             log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
-            self._last_gradients = []
+            self._last_gradients = {}
             return
         last, self._last_gradients = self._last_gradients, gradients
-        is_second = bool(last) and [g.shape for g in last] == [g.shape for g in gradients]
-        if is_second:
-            squares = sum(squared_norm(a - b) for a, b in zip(last, gradients, strict=True))
+        # Inputs that want a gradient are other tensors in every step.
+        common = [leaf for leaf in gradients if leaf in last]
+        if common:
+            squares = sum(squared_norm(last[leaf] - gradients[leaf]) for leaf in common)
             noise = self.plan.variance if self.plan is not None and self.plan.variance is not None else 0.0
             self.minibatch_variance = max(squares / 2 - noise, 0.0)
         # How the gradient varies takes two steps in a row; the first plan only waits for it where it is asked for.
-        if not is_second and (self.plan is not None or self.config.max_gradient_noise is not None):
+        elif self.plan is not None:
             return
+        elif self.config.max_gradient_noise is not None:
+            self._steps_waited += 1
+            if self._steps_waited < MAX_STEPS_WAITED:
+                return
+            log.warning(
+                "max_gradient_noise=%g cannot be kept: of %d steps, no two in a row had gradients of the same "
+                "parameters, which would tell how much they vary; planning for budget_bits=%g instead",
+                self.config.max_gradient_noise, self._steps_waited, self.config.budget_bits,
+            )  # fmt: skip
+            self.config = replace(self.config, max_gradient_noise=None)
         if self.config.profile_every != 1:
-            self._last_gradients = []
+            self._last_gradients = {}
         if self.plan is not None:
             self.profiles = {}
         if self.measure(steps) and self.profiles:

@@ -61,13 +61,22 @@ def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str
     return found
 
 
+# Address, number of elements, and version: an operator in place changes the last of these alone.
+_Identity = tuple[int, int, int]
+
+
 @dataclass(eq=False)
 class _Call:
-    """One forward call; the tensors are held so that no other tensor can take their addresses."""
+    """One forward call; the tensors are held so that no other tensor can take their addresses.
+
+    ``read`` and ``made`` identify the activations among the inputs, and the outputs, as they were in this call.
+    """
 
     graph: int
     inputs: list[Any]
     outputs: list[Any]
+    read: dict[int, _Identity]
+    made: dict[int, _Identity]
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
 
 
@@ -83,52 +92,59 @@ class Tape:
         if len(waiting) >= MAX_WAITING:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
             self._calls.remove(waiting[0])
-        self._calls.append(_Call(graph, list(inputs), list(outputs)))
+        read = {i: _identity(x) for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
+        made = {i: _identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
+        self._calls.append(_Call(graph, list(inputs), list(outputs), read, made))
 
-    def record_backward(self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> None:
-        """Attach a backward pass to the latest forward call of its graph that has none: autograd runs in reverse."""
+    def record_backward(
+        self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]
+    ) -> list[Any]:
+        """Attach a backward pass to the latest forward call of its graph that has none: autograd runs in reverse.
+
+        Returns this call's inputs, none where it was not recorded.
+        """
         for call in reversed(self._calls):
             if call.graph == graph and call.step is None:
                 call.step = (pair, analysis, list(arguments))
-                return
+                return call.inputs
+        return []
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every forward call has had its backward pass."""
-        return all(call.step is not None for call in self._calls)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether at least one graph has had its backward pass."""
-        return any(call.step is not None for call in self._calls)
-
-    def ran_forward(self, graph: int) -> bool:
-        """Whether this graph has run forward since the tape was made."""
-        return any(call.graph == graph for call in self._calls)
+    def breaks(self) -> list[str]:
+        """In words, the activations that a graph gives a gradient and got from none of the graphs before it."""
+        found = []
+        made: set[_Identity] = set()
+        for index, call in enumerate(self._calls):
+            for position, identity in call.read.items():
+                tensor = call.inputs[position]
+                if call.step is not None and made and identity not in made:
+                    found.append(f"graph {index} reads the {tuple(tensor.shape)} result of {tensor.grad_fn.name()}")
+            made.update(call.made.values())
+        return found
 
     def steps(self) -> list[Step]:
         """The graphs that ran backward, in forward's order."""
         calls = [call for call in self._calls if call.step is not None]
-        made: dict[tuple[int, int], tuple[int, str]] = {}
+        made: dict[_Identity, tuple[int, str]] = {}
         steps = []
         for index, call in enumerate(calls):
             assert call.step is not None
             pair, analysis, arguments = call.step
-            sources = pair.gradients_of_inputs()
             flows = {
-                output: made[key]
-                for output, position in sources.items()
-                if (key := _address(call.inputs[position])) is not None and key in made
+                output: made[call.read[position]]
+                for output, position in pair.gradients_of_inputs().items()
+                if call.read.get(position) in made
             }
             steps.append(Step(pair, analysis, arguments, flows))
             for position, tangent in pair.tangents_of_outputs().items():
-                key = _address(call.outputs[position])
-                if key is not None:
-                    made[key] = (index, tangent)
+                if position in call.made:
+                    made[call.made[position]] = (index, tangent)
         return steps
 
 
-def _address(value: Any) -> tuple[int, int] | None:
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return None
-    return value.data_ptr(), value.numel()
+def _is_tensor(value: Any) -> bool:
+    """Whether it has an address that nothing else has."""
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _identity(tensor: torch.Tensor) -> _Identity:
+    return tensor.data_ptr(), tensor.numel(), tensor._version

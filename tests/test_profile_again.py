@@ -111,3 +111,52 @@ def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixtu
     assert relative_error(gradients(model), gradients(reference)) < 0.2
     assert "all its tensors get one width" not in caplog.text
     assert len({row.bits for row in gact_fx.inspect(model).rows if row.encoding == "quantize"}) > 2
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_bound_on_the_noise_is_met_where_batches_vary_in_size(breaks: bool) -> None:
+    """The gradients of the parameters compare whatever the batch; the variance is that of sample batches."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.a(x)) / 100
+            if breaks:
+                torch._dynamo.graph_break()
+            loss: torch.Tensor = (self.b(h) * 100).square().mean()
+            return loss
+
+    batches = [torch.randn(rows, 64) for rows in (256, 200)]
+    found = []
+    for samples in ({"sample_batches": batches}, {}):
+        torch.manual_seed(0)
+        model = gact_fx.compile(Net(), inner="eager", min_elements=64, max_gradient_noise=0.1, **samples)  # type: ignore[arg-type]
+        for batch in batches:
+            model(batch).backward()
+        plan = plan_of(model)
+        found.append(plan.minibatch_variance)
+        assert plan.variance is not None and plan.minibatch_variance is not None
+        assert 0 < plan.variance <= 0.1 * plan.minibatch_variance * (1 + 1e-9)
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+def test_gradients_that_never_compare_fall_back_to_the_usual_budget(caplog: pytest.LogCaptureFixture) -> None:
+    """Every step trains another half of the model."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halves = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+        def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+            return torch.tanh(self.halves[odd](x)).square().mean()
+
+    model = gact_fx.compile(Halves(), inner="eager", min_elements=64, max_gradient_noise=0.1)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        for step in range(8):
+            assert gact_fx.inspect(model).plan is None
+            model(torch.randn(64, 64), step % 2 == 1).backward()
+    assert plan_of(model).graphs and "max_gradient_noise=0.1 cannot be kept" in caplog.text

@@ -14,7 +14,7 @@ class Watched:
 
     def __init__(self, every: int | None, consecutive: int = 1, model: nn.Module | None = None) -> None:
         self.found: list[tuple[int, list[torch.Tensor]]] = []
-        self.recorder = Recorder(lambda steps, g: self.found.append((len(steps), g)), every, consecutive)
+        self.recorder = Recorder(lambda steps, g: self.found.append((len(steps), list(g.values()))), every, consecutive)
         session = Session(Config(min_elements=64, inner="eager"))
         self.model = model or nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh())
         backend = Backend(session, interpreted=True, recorder=self.recorder)
@@ -95,7 +95,8 @@ def test_several_forward_passes_before_one_backward() -> None:
     (watched.run(X).sum() + watched.run(2 * X).sum()).backward()
     watched.run(X)
     assert [count for count, _ in watched.found] == [2]
-    assert len(watched.found[0][1]) == 2
+    (found,) = watched.found[0][1]
+    torch.testing.assert_close(found, next(watched.model.parameters()).grad)
 
 
 class Two(nn.Module):
@@ -124,3 +125,39 @@ def test_all_graphs_of_a_step_belong_to_it() -> None:
     for _ in range(4):
         sum(y.sum() for y in watched.run(X)).backward()
     assert [count for count, _ in watched.found] == [2, 2]
+
+
+def test_steps_are_counted_on_when_the_model_is_traced_again() -> None:
+    """A batch of another size runs another graph, and the first one never again."""
+    watched = Watched(4)
+    found = []
+    for number, rows in enumerate([8, *[5] * 10, *[3] * 5], start=1):
+        before = len(watched.found)
+        watched.run(torch.randn(rows, 16)).sum().backward()
+        found += [number] * (len(watched.found) - before)
+    assert found == [4, 8, 12, 16]
+
+
+class Wide(nn.Module):
+    """The loss ignores the first graph's output, which is not waited for, and its gradient goes through both others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        x = torch.tanh(self.b(x)) * 100
+        torch._dynamo.graph_break()
+        return torch.tanh(self.c(x) / 100)
+
+
+def test_gradients_are_those_of_the_leaves_alone() -> None:
+    """Not those of activations between graphs."""
+    watched = Watched(1, model=Wide())
+    watched.run(X).sum().backward()
+    watched.run(X)
+    found = sorted(float(g.norm()) for g in watched.found[0][1])
+    wanted = sorted(float(p.grad.norm()) for p in watched.model.parameters() if p.grad is not None)
+    assert found == wanted
