@@ -110,6 +110,7 @@ class _Target:
         if isinstance(model, nn.Module):
             self.model = model
             self._before = model._compiled_call_impl
+            self._session_before = getattr(model, _ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
@@ -142,7 +143,10 @@ class _Target:
         """The model as it was before compile()."""
         if isinstance(self._original, nn.Module):
             self._original._compiled_call_impl = self._before
-            object.__delattr__(self._original, _ATTRIBUTE)
+            if self._session_before is None:
+                object.__delattr__(self._original, _ATTRIBUTE)
+            else:
+                object.__setattr__(self._original, _ATTRIBUTE, self._session_before)
 
 
 class _CompiledFunction:

@@ -216,6 +216,17 @@ def test_non_finite_activations_give_the_gradients_of_autograd(inner: str, value
         torch.testing.assert_close(a[a.isfinite()], b[b.isfinite()], rtol=0.1, atol=0.5)
 
 
+def test_a_compilation_that_fails_leaves_the_one_before() -> None:
+    torch.manual_seed(0)
+    model = gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
+    plan = gact_fx.inspect(model).plan
+    with pytest.raises(ValueError, match="sample_batches is empty"):
+        gact_fx.compile(model, inner="eager", sample_batches=[])
+    model(*mixed_batch()).backward()
+    report = gact_fx.inspect(model)
+    assert report.plan is plan and report.bytes_after > 0
+
+
 def test_backend_by_name_needs_no_import() -> None:
     program = """
 import torch, logging
