@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from gact_fx.backend import Backend, planned_backend, profiling_backend, uncompressed
+from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.config import Config
 from gact_fx.dynamo import compile_apart, own_code
 from gact_fx.plan import Plan, model_fingerprint
@@ -62,17 +62,16 @@ def compile(
         _check_plan(plan, config, name)
     session = Session(config, name, plan)
     target = _Target(model, session)
+    training = Training(session, target.compile, target.use)
     if config.budget_bits is None:
-        target.use(uncompressed(config.inner))
+        target.use(target.compile(uncompressed(config.inner)))
     elif plan is not None:
-        session.on_plan.append(lambda: target.use(planned_backend(session)))
-        target.use(planned_backend(session))
+        training.follow_plan()
     elif sample_batches is None:
-        target.use(profiling_backend(session))
-        session.on_plan.append(lambda: target.use(planned_backend(session)))
+        target.use(target.compile(profiling_backend(session)))
     else:
         recorder = Recorder(lambda steps, gradients: None)
-        target.use(Backend(session, interpreted=True, recorder=recorder))
+        target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
         try:
             loss_fn = loss_fn or default_loss
             with unchanged(modules_of(model) + modules_of(loss_fn)):
@@ -80,8 +79,6 @@ def compile(
         except BaseException:
             target.restore()
             raise
-        session.on_plan.append(lambda: target.use(planned_backend(session)))
-        target.use(planned_backend(session))
     return cast(Model, target.model)
 
 
@@ -116,16 +113,22 @@ class _Target:
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
         object.__setattr__(self.model, _ATTRIBUTE, session)
 
-    def use(self, backend: str | Callable[..., Any]) -> None:
+    def compile(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
+        """The model compiled with ``backend``, to be used now or later."""
         self._generation += 1
+        function = self._original
         if isinstance(self._original, nn.Module):
             # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
             # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
             function = own_code(self._original._call_impl)
-            compiled: Any = compile_apart(function, backend, generation=self._generation)
-            self._original._compiled_call_impl = compiled
+        return compile_apart(function, backend, generation=self._generation)
+
+    def use(self, compiled: Callable[..., Any]) -> None:
+        """Have the model run ``compiled``."""
+        if isinstance(self._original, nn.Module):
+            self._original._compiled_call_impl = compiled  # type: ignore[assignment, unused-ignore]
         else:
-            self.model.compiled = compile_apart(self._original, backend, generation=self._generation)
+            self.model.compiled = compiled
 
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[Any]:
@@ -150,7 +153,7 @@ class _Target:
 
 
 class _CompiledFunction:
-    """A compiled plain callable, whose compiled form changes once: from profiling to the plan."""
+    """A compiled plain callable, whose compiled form changes: from profiling to the plan, and with every new plan."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__wrapped__ = function

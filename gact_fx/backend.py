@@ -70,12 +70,42 @@ def profiling_backend(session: Session) -> Backend:
     return Backend(session, interpreted=True, recorder=recorder)
 
 
-def planned_backend(session: Session) -> Backend:
-    """Runs the session's plan, and profiles again every so many steps where the configuration says so."""
-    every = session.config.profile_every
-    # Two steps in a row, whose gradients tell how much those of minibatches vary.
-    recorder = Recorder(session.learn_from, every=every, consecutive=min(2, every)) if every else None
-    return Backend(session, recorder=recorder)
+class Training:
+    """Runs the session's plan, compiled anew for every plan, and profiles again where the configuration says so.
+
+    ``compile(backend)`` gives a compiled model, and ``use`` has training run it. The steps that are profiled again run
+    as the first one did: what the plan's codes give back lies on their grid, and says little about other codes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        compile: Callable[[Backend], Callable[..., Any]],
+        use: Callable[[Callable[..., Any]], None],
+    ) -> None:
+        self._session = session
+        self._compile = compile
+        self._use = use
+        self._planned: Callable[..., Any] | None = None
+        self._profiled: Callable[..., Any] | None = None
+        self._is_profiling = False
+        every = session.config.profile_every
+        # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
+        self._recorder = Recorder(session.learn_from, max(every, 2), 2, self._switch) if every else None
+        session.on_plan.append(self.follow_plan)
+
+    def follow_plan(self) -> None:
+        """Run the session's plan from now on."""
+        self._planned = self._compile(Backend(self._session, recorder=self._recorder))
+        self._use(self._planned)
+
+    def _switch(self, profiling: bool) -> None:
+        if profiling == self._is_profiling or self._planned is None:
+            return
+        self._is_profiling = profiling
+        if profiling and self._profiled is None:
+            self._profiled = self._compile(Backend(self._session, interpreted=True, recorder=self._recorder))
+        self._use(self._profiled if profiling and self._profiled is not None else self._planned)
 
 
 def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
@@ -93,16 +123,15 @@ def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict
     session = Session(config)
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
     sampled = profiling_backend(session)(twin, example_inputs)
-    planned: list[Callable[..., Any]] = []
+    current: list[Callable[..., Any]] = [sampled]
 
-    def plan() -> None:
-        # Compiled anew for every plan, since a plan may follow on another.
-        planned[:] = [torch.compile(module, backend=planned_backend(session))]
+    def use(compiled: Callable[..., Any]) -> None:
+        current[0] = compiled
 
-    session.on_plan.append(plan)
+    Training(session, lambda backend: torch.compile(module, backend=backend), use)
 
     def run(*arguments: Any) -> Any:
-        return (planned[0] if planned else sampled)(*arguments)
+        return current[0](*arguments)
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))

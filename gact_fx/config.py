@@ -46,8 +46,9 @@ class Config:
         sensitivity: how the sensitivities of the gradient are measured: ``"adjoint"``, all tensors at once by a few
             reverse passes through backward; or ``"empirical"`` (GACT, Algorithm 1), a backward pass for each tensor.
         profile_draws: random probes per sample batch, or perturbed gradients per tensor and sample batch.
-        profile_every: measure again every so many training steps, and plan again where the bits would change and it is
-            worth a compilation; None never does.
+        profile_every: measure again every so many training steps (at most every second one), and plan again where the
+            bits would change and it is worth a compilation; None never does. Steps that are measured run as the first
+            one does, at 8 bits and operator by operator.
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as

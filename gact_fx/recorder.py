@@ -19,12 +19,13 @@ LeafGradients = Mapping[torch.Tensor, torch.Tensor]
 
 
 class Recorder:
-    """Hands every ``every``-th training step, and those that follow it up to ``consecutive``, to ``on_step``: the
-    backward passes of its graphs and the gradients of its leaves.
+    """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs and the gradients of its
+    leaves. Of the steps right before it, so that there are ``consecutive``, it hands over the gradients alone.
 
     A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
     has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
-    recorded; with ``every`` None none, until `start` is called, and then until `take`.
+    recorded; with ``every`` None none, until `start` is called, and then until `take`. ``on_next`` hears in every
+    step's first backward pass whether the next step is an ``every``-th one.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Recorder:
         on_step: Callable[[list[Step], LeafGradients], None],
         every: int | None = None,
         consecutive: int = 1,
+        on_next: Callable[[bool], None] = lambda is_due: None,
     ) -> None:
         self._on_step = on_step
+        self._on_next = on_next
         self._every = every
         self._consecutive = consecutive
         self._tape: Tape | None = None
@@ -82,10 +85,13 @@ class Recorder:
             if self._tape is not None:
                 inputs = self._tape.record_backward(key, pair, analysis, arguments)
             result = run(arguments)
-            if self._every is not None:
-                if self._tape is not None:
-                    self._collect(pair, inputs, result)
-                self._leave(key)
+            if self._every is None:
+                return result
+            if self._tape is not None:
+                self._collect(pair, inputs, result)
+            if not self._has_gradients and not self._stopped:
+                self._on_next((self._begun + 1) % self._every == 0)
+            self._leave(key)
             return result
 
         return boxed(call)
@@ -98,8 +104,7 @@ class Recorder:
             self._finish()
         if not self._waiting and not self._stopped:
             self._begun += 1
-            is_sampled = self._begun >= self._every and self._begun % self._every < self._consecutive
-            if self._tape is None and is_sampled:
+            if self._tape is None and (self._begun + self._consecutive - 1) % self._every < self._consecutive:
                 self.start()
         self._waiting[key] = self._waiting.get(key, 0) + 1
 
@@ -123,7 +128,8 @@ class Recorder:
         self._tape, self._gradients = None, {}
         self._waiting, self._has_gradients = {}, False
         if steps:
-            self._on_step(steps, gradients)
+            is_due = self._every is None or self._begun % self._every == 0
+            self._on_step(steps if is_due else [], gradients)
 
     def _steps(self) -> list[Step]:
         if self._tape is None:

@@ -131,22 +131,27 @@ class Session:
         return True
 
     def learn_from(self, steps: Sequence[Step], gradients: LeafGradients) -> None:
-        """Profile a step of training: make the plan, or make it anew where the bits would change."""
+        """Profile a step of training: make the plan, or make it anew where the bits would change.
+
+        Without ``steps``, it is one that ran the plan right before a step to profile; its gradients are remembered.
+        """
+        last, self._last_gradients = self._last_gradients, {}
         if not are_finite(gradients.values()):
-            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
-            self._last_gradients = {}
+            if steps:
+                log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
             return
-        last, self._last_gradients = self._last_gradients, gradients
+        self._last_gradients = gradients
+        if not steps:
+            return
         # Inputs that want a gradient are other tensors in every step.
         common = [leaf for leaf in gradients if leaf in last]
         if common:
             squares = sum(squared_norm(last[leaf] - gradients[leaf]) for leaf in common)
+            # The step before had the noise of the plan's codes, this one next to none.
             noise = self.plan.variance if self.plan is not None and self.plan.variance is not None else 0.0
-            self.minibatch_variance = max(squares / 2 - noise, 0.0)
+            self.minibatch_variance = max((squares - noise) / 2, 0.0)
         # How the gradient varies takes two steps in a row; the first plan only waits for it where it is asked for.
-        elif self.plan is not None:
-            return
-        elif self.config.max_gradient_noise is not None:
+        elif self.plan is None and self.config.max_gradient_noise is not None:
             self._steps_waited += 1
             if self._steps_waited < MAX_STEPS_WAITED:
                 return
@@ -156,8 +161,7 @@ class Session:
                 self.config.max_gradient_noise, self._steps_waited, self.config.budget_bits,
             )  # fmt: skip
             self.config = replace(self.config, max_gradient_noise=None)
-        if self.config.profile_every != 1:
-            self._last_gradients = {}
+        self._last_gradients = {}
         if self.plan is not None:
             self.profiles = {}
         if self.measure(steps) and self.profiles:

@@ -8,6 +8,7 @@ from conftest import Mixed, gradients, mixed_batch, relative_error
 from torch import nn
 
 import gact_fx
+from gact_fx.backend import Backend
 
 
 def plan_of(model: nn.Module) -> gact_fx.Plan:
@@ -160,3 +161,62 @@ def test_gradients_that_never_compare_fall_back_to_the_usual_budget(caplog: pyte
             assert gact_fx.inspect(model).plan is None
             model(torch.randn(64, 64), step % 2 == 1).backward()
     assert plan_of(model).graphs and "max_gradient_noise=0.1 cannot be kept" in caplog.text
+
+
+class Relus(nn.Module):
+    """Scaled, so that the gradient is as large in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)]), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) * 1.4
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["module", "function"])
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_profiling_again_on_the_same_weights_gives_the_same_sensitivities(
+    inner: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the steps between store one or two bits, whose codes would tell nothing; and it compiles once."""
+    torch.manual_seed(0)
+    model, x, compilations = Relus(), torch.randn(512, 64), []
+    exact = torch.autograd.grad(model(x), list(model.parameters()))
+    call = Backend.__call__
+    monkeypatch.setattr(Backend, "__call__", lambda self, *args: (compilations.append(1), call(self, *args))[1])
+    options = {"inner": inner, "min_elements": 64, "budget_bits": 1.5, "profile_every": 3}
+    # A function finds the module in its closure.
+    target = model if form == "module" else lambda x: model(x)
+    compiled = gact_fx.compile(target, sample_batches=[x], **options)  # type: ignore[arg-type]
+    session = compiled._gact_fx_session  # type: ignore[union-attr]
+    before, counts, errors = session.plan, [], []
+    for _ in range(9):
+        compiled(x).backward()
+        errors.append(relative_error(gradients(model), exact))
+        counts.append(len(compilations))
+    again = [profile.tensors().sensitivities for profile in session.profiles.values()]
+    for entry, sensitivity in zip(before.graphs[0].tensors, again[0].values(), strict=True):
+        assert sensitivity.value == pytest.approx(entry.sensitivity, rel=1e-3)
+    assert session.plan.choices() == before.choices()
+    # The sample, the plan, and the first step that is profiled again.
+    assert counts == [2, 2] + [3] * 7
+    assert all((error < 0.03) == (number % 3 == 0) for number, error in enumerate(errors, start=1))
+
+
+def test_the_minibatch_variance_is_free_of_the_noise_of_the_plan() -> None:
+    """Of the two steps that tell, one ran the plan and one did not; as far as the plan's own prediction is right."""
+    torch.manual_seed(0)
+    model, batches = Relus(), torch.randn(2, 512, 64)
+    exact = [torch.autograd.grad(model(x), list(model.parameters())) for x in batches]
+    wanted = sum(float((a - b).square().sum()) for a, b in zip(*exact, strict=True)) / 2
+    options = {"budget_bits": 1.5, "profile_every": 2, "recompute": "off"}
+    gact_fx.compile(model, inner="eager", min_elements=64, sample_batches=[batches[0]], **options)  # type: ignore[arg-type]
+    noise = plan_of(model).variance
+    assert noise is not None and noise > 0.5 * wanted
+    for x in batches:
+        model(x).backward()
+        model.zero_grad()
+    assert plan_of(model).minibatch_variance == pytest.approx(wanted, rel=0.2)

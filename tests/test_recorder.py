@@ -1,24 +1,36 @@
 """Which training steps are recorded."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from gact_fx.backend import Backend
 from gact_fx.config import Config
-from gact_fx.recorder import Recorder
+from gact_fx.recorder import LeafGradients, Recorder
 from gact_fx.session import Session
+from gact_fx.tape import Step
 
 
 class Watched:
     """A compiled layer, and which steps were handed over: their number of graphs and the scale of their loss."""
 
-    def __init__(self, every: int | None, consecutive: int = 1, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        every: int | None,
+        consecutive: int = 1,
+        model: nn.Module | None = None,
+        on_next: Callable[[bool], None] = lambda is_due: None,
+    ) -> None:
         self.found: list[tuple[int, list[torch.Tensor]]] = []
-        self.recorder = Recorder(lambda steps, g: self.found.append((len(steps), list(g.values()))), every, consecutive)
+        self.recorder = Recorder(self.take, every, consecutive, on_next)
         session = Session(Config(min_elements=64, inner="eager"))
         self.model = model or nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh())
         backend = Backend(session, interpreted=True, recorder=self.recorder)
         self.run = torch.compile(lambda x: self.model(x), backend=backend)
+
+    def take(self, steps: list[Step], gradients: LeafGradients) -> None:
+        self.found.append((len(steps), list(gradients.values())))
 
     def step(self, scale: float) -> torch.Tensor:
         """A loss whose gradient is ``scale`` times that of scale 1."""
@@ -49,8 +61,24 @@ def recorded(every: int | None, consecutive: int, steps: int) -> list[int]:
 def test_every_so_many_steps() -> None:
     assert recorded(1, 1, 3) == [1, 2, 3]
     assert recorded(4, 1, 9) == [4, 8]
-    assert recorded(4, 2, 10) == [4, 5, 8, 9]
+    assert recorded(4, 2, 10) == [3, 4, 7, 8]
+    assert recorded(2, 2, 4) == [1, 2, 3, 4]
     assert recorded(None, 1, 3) == []
+
+
+def test_of_the_steps_before_only_the_gradients_are_handed_over() -> None:
+    watched = Watched(3, 2)
+    for _ in range(6):
+        watched.step(1.0)
+    assert [(count, len(gradients)) for count, gradients in watched.found] == [(0, 1), (1, 1)] * 2
+
+
+def test_what_comes_next_is_announced() -> None:
+    heard: list[bool] = []
+    watched = Watched(3, 2, model=Two(), on_next=heard.append)
+    for _ in range(7):
+        sum(y.sum() for y in watched.run(X)).backward()
+    assert heard == [False, True, False] * 2 + [False]
 
 
 def test_started_by_hand_it_records_until_taken() -> None:
