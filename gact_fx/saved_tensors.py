@@ -1,19 +1,57 @@
-"""Compression of what eager autograd saves: for profiling, which must fit in memory where training does."""
+"""Compression of what differentiation keeps: for profiling, which must fit in memory where training does."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gact_fx import ops
-from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.codec_layout import SOURCE_DTYPES, blob_nbytes
 
 BITS = 8
 GROUP_SIZE = 256
 MIN_ELEMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in 8 bits per element, a boolean one in 1; ``order`` lists its dimensions as they lie in memory."""
+
+    blob: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    order: Sequence[int]
+
+    def unpack(self) -> torch.Tensor:
+        dense = ops.decompress(self.blob, self.shape, self.dtype, _bits(self.dtype), GROUP_SIZE)
+        return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
+
+
+def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
+    """``x`` compressed, or ``x`` itself where that would save little."""
+    if packed_nbytes(x.dtype, x.numel()) == x.numel() * x.element_size():
+        return x
+    # An expanded tensor is smaller in memory than its codes.
+    if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
+        return x
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+    dense = x.detach().permute(order)
+    return Packed(ops.compress(dense, _bits(x.dtype), GROUP_SIZE, seed), dense.shape, x.dtype, order)
+
+
+def packed_nbytes(dtype: torch.dtype, numel: int) -> int:
+    """Bytes of a tensor as `pack` keeps it."""
+    if numel < MIN_ELEMENTS or dtype not in (*SOURCE_DTYPES, torch.bool):
+        return numel * dtype.itemsize
+    return blob_nbytes(numel, dtype, _bits(dtype), GROUP_SIZE)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else BITS
 
 
 @contextlib.contextmanager
@@ -22,24 +60,12 @@ def compressed_saved_tensors() -> Iterator[None]:
     # Neighbours in one graph would otherwise be rounded by the same noise.
     seeds = iter(range(2**62))
 
-    def pack(x: torch.Tensor) -> Any:
+    def keep(x: torch.Tensor) -> Packed | torch.Tensor:
         is_parameter = x.is_leaf and x.requires_grad
-        if is_parameter or x.dtype not in SOURCE_DTYPES or x.numel() < MIN_ELEMENTS:
-            return x
-        strides = x.stride()
-        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-        dense = x.detach().permute(order)
-        # An expanded tensor is smaller in memory than its codes.
-        if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
-            return x
-        return ops.compress(dense, BITS, GROUP_SIZE, next(seeds)), dense.shape, x.dtype, order
+        return x if is_parameter else pack(x, next(seeds))
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        blob, shape, dtype, order = packed
-        inverse = sorted(range(len(order)), key=lambda d: order[d])
-        return ops.decompress(blob, shape, dtype, BITS, GROUP_SIZE).permute(inverse)
+    def read(kept: Packed | torch.Tensor) -> torch.Tensor:
+        return kept.unpack() if isinstance(kept, Packed) else kept
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(keep, read):
         yield

@@ -47,6 +47,6 @@ def measure_step(
 
 
 def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
+    replay = Replay(step.backward, step.arguments)
     with torch.no_grad():
-        values = Replay(step.backward, step.arguments).evaluate(set(step.readings))
-    return {tensor: RoundingMeter(values[name]) for name, tensor in step.readings.items()}
+        return {tensor: RoundingMeter(replay.evaluate({name})[name]) for name, tensor in step.readings.items()}
