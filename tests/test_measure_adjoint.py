@@ -130,6 +130,29 @@ def test_max_pool(inner: str) -> None:
     agree(adjoint(steps), empirical(steps))
 
 
+NORMALISATIONS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(64),
+    "batch, evaluating": lambda: nn.BatchNorm1d(64).eval(),
+    "layer": lambda: nn.LayerNorm(64),
+    "group": lambda: nn.GroupNorm(4, 64),
+    "root mean square": lambda: nn.RMSNorm(64),
+}
+
+
+@INNER
+@pytest.mark.parametrize("name", NORMALISATIONS)
+def test_the_statistics_of_normalisation_stay_as_they_were_saved(name: str, inner: str) -> None:
+    torch.manual_seed(0)
+    first, norm, last = nn.Linear(32, 64), NORMALISATIONS[name](), nn.Linear(64, 32)
+    x, t = torch.randn(128, 32), torch.randn(128, 32)
+    # Little deviation and a large mean, so that what the statistics would add is most of the derivative.
+    steps = record(lambda x: (last(norm(first(x) * 0.1 + 1).tanh()) * t).sum(), x, inner=inner)
+    found, wanted = adjoint(steps, probes=64), empirical(steps)
+    assert found.keys() == wanted.keys() and found
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=0.3), key
+
+
 def test_it_takes_less_memory_than_training() -> None:
     torch.manual_seed(0)
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(12)), torch.randn(4096, 64)
