@@ -63,9 +63,8 @@ class Adjoint:
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
         # Blobs are decompressed wherever a segment reads them.
-        loads = {node for node in nodes if node.op in ("placeholder", "get_attr") or _reads_blob(node)}
+        self._loads = loads = _find_loads(nodes)
         self._segments = cut_backward([n for n in nodes if n not in loads and n.op != "output"], loads)
-        self._loads = loads
         self._kept: dict[fx.Node, Any] = {}
         self._slopes: dict[fx.Node, Slopes] = {}
         self._positions: dict[fx.Node, list[int]] = {}
@@ -187,7 +186,7 @@ class Adjoint:
         if node in self._arguments:
             return self._arguments[node]
         if node in self._loads:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._arguments[n])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._load)
             return getattr(self._interpreter, node.op)(node.target, args, kwargs)
         kept = self._kept[node]
         return kept.unpack() if isinstance(kept, Packed) else kept
@@ -237,9 +236,12 @@ def _inputs(segment: Segment) -> list[fx.Node]:
     return list(dict.fromkeys(i for node in segment for i in node.all_input_nodes if i not in inside))
 
 
-def _reads_blob(node: fx.Node) -> bool:
-    return node.target is torch.ops.gact_fx.decompress.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
-
-
-def _has_slope(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+def _find_loads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is cheaper to read anew than to keep: arguments, what blobs stand for, and sizes."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+        is_read = node.target is torch.ops.gact_fx.decompress.default or is_size
+        if node.op in ("placeholder", "get_attr") or (is_read and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found

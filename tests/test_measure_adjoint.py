@@ -153,6 +153,14 @@ def test_the_statistics_of_normalisation_stay_as_they_were_saved(name: str, inne
         assert found[key] == pytest.approx(value, rel=0.3), key
 
 
+def test_dynamic_shapes() -> None:
+    first, second, x = nn.Linear(48, 64), nn.Linear(64, 64), torch.randn(96, 48)
+    torch._dynamo.mark_dynamic(x, 0)
+    steps = record(lambda x: second(first(x).view(-1, 2, 64).tanh().flatten(0, 1)).tanh().square().sum(), x)
+    assert any(isinstance(n.meta["val"], torch.SymInt) for n in steps[0].backward.graph.find_nodes(op="placeholder"))
+    agree(adjoint(steps), empirical(steps))
+
+
 def test_it_takes_less_memory_than_training() -> None:
     torch.manual_seed(0)
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(12)), torch.randn(4096, 64)
