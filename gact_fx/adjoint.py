@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.differentiable import DifferentiableInterpreter, has_derivative
 from gact_fx.passes.cut_backward import Segment, cut_backward
-from gact_fx.passes.measure_rounding import RoundingMeter
+from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
 from gact_fx.saved_tensors import Packed, pack
 from gact_fx.tape import Step
 
@@ -178,7 +178,7 @@ class Adjoint:
     def _fill(self, readings: Iterable[fx.Node]) -> None:
         """The meters of tensors whose derivatives are complete."""
         for node in readings:
-            self.meters[self._readings[node]] = meter = RoundingMeter(self._load(node))
+            self.meters[self._readings[node]] = meter = RoundingMeter(self._load(node), code_bits(node))
             for slope in self._slopes.pop(node, ()):
                 meter.add(slope)
 
