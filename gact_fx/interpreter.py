@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
+
+aten = torch.ops.aten
 
 
 class GraphInterpreter(fx.Interpreter):
@@ -18,7 +21,8 @@ class GraphInterpreter(fx.Interpreter):
     numbers as those of the compiled code.
 
     With ``differentiable`` autograd can go through what is run: casts and fused attention on the CPU, which have no
-    second derivative, are spelled out.
+    second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the saved
+    mean and deviation are functions of the input, but they are inputs of their own.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
@@ -96,6 +100,34 @@ def _scores(
     return scores
 
 
+def _cudnn_batch_norm_backward(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    eps: float,
+    *reserve: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    backward = _NORMALISATIONS["aten.native_batch_norm_backward.default"]
+    statistics = (running_mean, running_var, mean, deviation)
+    found: tuple[torch.Tensor, ...] = backward(grad, x, weight, *statistics, True, eps, [True] * 3)
+    return found
+
+
+def _decompositions(*operators: Any) -> dict[str, Callable[..., Any]]:
+    return {str(overload): function for overload, function in get_decompositions(operators).items()}
+
+
+_NORMALISATIONS = _decompositions(
+    aten.native_batch_norm_backward,
+    aten.batch_norm_backward,
+    aten.native_layer_norm_backward,
+    aten.native_group_norm_backward,
+    aten._fused_rms_norm_backward,
+)
 # By name: Inductor registers its operators when it is first used.
 _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     # Inductor lays tensors out as it likes, and copies where a view asks for another layout.
@@ -104,6 +136,9 @@ _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     "prims.inductor_randint.default": _randint,
 }
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    **_NORMALISATIONS,
+    "aten.cudnn_batch_norm_backward.default": _cudnn_batch_norm_backward,
+    "aten.miopen_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "prims.convert_element_type.default": _cast,
     # In a backward graph it is there for the bookkeeping of the first derivative.
     "aten.detach.default": lambda x: x,

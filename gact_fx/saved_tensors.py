@@ -1,15 +1,15 @@
-"""Compression of what eager autograd saves: for profiling, which must fit in memory where training does."""
+"""Compression of what differentiation keeps: for profiling, which must fit in memory where training does."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from gact_fx import ops
-from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.codec_layout import SOURCE_DTYPES, blob_nbytes
 
 BITS = 8
 GROUP_SIZE = 256
@@ -17,6 +17,47 @@ MIN_ELEMENTS = 4096
 # Attention masks add numbers of this size and more to scores where a difference of one matters, and codes are as coarse
 # as a 255th of them. Activations, whose errors count in proportion, hardly grow so large.
 MAX_MAGNITUDE = 1e4
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in 8 bits per element, a boolean one in 1; ``order`` lists its dimensions as they lie in memory."""
+
+    blob: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    order: Sequence[int]
+
+    def unpack(self) -> torch.Tensor:
+        dense = ops.decompress(self.blob, self.shape, self.dtype, _bits(self.dtype), GROUP_SIZE)
+        return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
+
+
+def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
+    """``x`` compressed, or ``x`` itself where that would save little or lose much."""
+    if x.layout is not torch.strided or packed_nbytes(x.dtype, x.numel()) == x.numel() * x.element_size():
+        return x
+    # An expanded tensor is smaller in memory than its codes.
+    if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
+        return x
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+    dense = x.detach().permute(order)
+    # NaN compares as false.
+    if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in dense.aminmax()):
+        return x
+    return Packed(ops.compress(dense, _bits(x.dtype), GROUP_SIZE, seed), dense.shape, x.dtype, order)
+
+
+def packed_nbytes(dtype: torch.dtype, numel: int) -> int:
+    """Bytes of a tensor as `pack` keeps it."""
+    if numel < MIN_ELEMENTS or dtype not in (*SOURCE_DTYPES, torch.bool):
+        return numel * dtype.itemsize
+    return blob_nbytes(numel, dtype, _bits(dtype), GROUP_SIZE)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else BITS
 
 
 @contextlib.contextmanager
@@ -28,28 +69,12 @@ def compressed_saved_tensors() -> Iterator[None]:
     # Neighbours in one graph would otherwise be rounded by the same noise.
     seeds = iter(range(2**62))
 
-    def pack(x: torch.Tensor) -> Any:
+    def keep(x: torch.Tensor) -> Packed | torch.Tensor:
         is_parameter = x.is_leaf and x.requires_grad
-        is_codable = x.dtype in SOURCE_DTYPES and x.layout is torch.strided
-        if is_parameter or not is_codable or x.numel() < MIN_ELEMENTS:
-            return x
-        strides = x.stride()
-        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-        dense = x.detach().permute(order)
-        # An expanded tensor is smaller in memory than its codes.
-        if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
-            return x
-        # NaN compares as false.
-        if not all(bound.abs() < MAX_MAGNITUDE for bound in dense.aminmax()):
-            return x
-        return ops.compress(dense, BITS, GROUP_SIZE, next(seeds)), dense.shape, x.dtype, order
+        return x if is_parameter else pack(x, next(seeds))
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        blob, shape, dtype, order = packed
-        inverse = sorted(range(len(order)), key=lambda d: order[d])
-        return ops.decompress(blob, shape, dtype, BITS, GROUP_SIZE).permute(inverse)
+    def read(kept: Packed | torch.Tensor) -> torch.Tensor:
+        return kept.unpack() if isinstance(kept, Packed) else kept
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(keep, read):
         yield

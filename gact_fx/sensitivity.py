@@ -9,7 +9,7 @@ import torch
 
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.passes.measure_adjoint import measure_adjoint
-from gact_fx.passes.measure_rounding import RoundingMeter
+from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
 from gact_fx.passes.measure_sensitivity import measure_sensitivity
 from gact_fx.records import Sensitivity
 from gact_fx.replay import Replay
@@ -47,6 +47,10 @@ def measure_step(
 
 
 def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
+    replay = Replay(step.backward, step.arguments)
+    nodes = {node.name: node for node in step.backward.graph.nodes}
     with torch.no_grad():
-        values = Replay(step.backward, step.arguments).evaluate(set(step.readings))
-    return {tensor: RoundingMeter(values[name]) for name, tensor in step.readings.items()}
+        return {
+            tensor: RoundingMeter(replay.evaluate({name})[name], code_bits(nodes[name]))
+            for name, tensor in step.readings.items()
+        }

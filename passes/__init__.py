@@ -11,7 +11,8 @@
    ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain;
    ``bound_indices``        the range of indices, which are packed)
 6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
-   (``measure_sensitivity`` the same one tensor at a time, by GACT's Algorithm 1;
+   (``cut_backward``        the segments in which that is done, so that it fits in memory;
+   ``measure_sensitivity``  the same one tensor at a time, by GACT's Algorithm 1;
    ``measure_rounding``     the error that every width, rounding and group size makes)
 7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
 8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
@@ -28,6 +29,7 @@ pairs, times them, and keeps the graphs' text before and after each edit.
 from gact_fx.passes.allocate_bits import Choice, allocate_bits, fewest_bytes
 from gact_fx.passes.bound_indices import index_limit
 from gact_fx.passes.choose_products import choose_products
+from gact_fx.passes.cut_backward import cut_backward
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
@@ -51,6 +53,7 @@ __all__ = [
     "RoundingMeter",
     "allocate_bits",
     "choose_products",
+    "cut_backward",
     "decide_eligibility",
     "defer_recomputation",
     "expose_decisions",

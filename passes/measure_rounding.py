@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import fx
 
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.records import Code, Sensitivity
@@ -19,7 +20,8 @@ from gact_fx.records import Code, Sensitivity
 WIDTHS = tuple(range(1, 9))
 # The width and group size that c_l is quoted at.
 REFERENCE: Code = (4, "stochastic", 256)
-# Values that were stored at 8 bits themselves have no positions between the codes of 7 or 8 bits.
+# Positions between codes are resolved by values that were stored in this many bits more, or exactly.
+MARGIN = 2
 FINEST = 6
 _CELL = 32
 _BLOCK = 1024
@@ -32,13 +34,24 @@ def step_variance(bits: int) -> float:
     return 1.0 / levels**2
 
 
+def code_bits(reading: fx.Node) -> int | None:
+    """The width of the codes that a node with a saved tensor's values decompresses, None where it has them exactly."""
+    if reading.target is not torch.ops.gact_fx.decompress.default:
+        return None
+    bits = reading.args[3]
+    assert isinstance(bits, int)
+    return bits
+
+
 class RoundingMeter:
     """Collects the squared sensitivities of one tensor's elements, without keeping them all.
 
-    ``values`` are the tensor's values in memory order, whose groups are those of the codes.
+    ``values`` are the tensor's values in memory order, whose groups are those of the codes. ``bits`` is the width of
+    the codes that they were read from, None where they are exact: between finer codes their positions say nothing.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, bits: int | None = None) -> None:
+        self._finest = FINEST if bits is None else max(min(bits - MARGIN, FINEST), 0)
         flat = values.detach().reshape(-1).float()
         self._numel = flat.numel()
         whole = _padded(flat, flat[-1]).view(-1, _CELL)
@@ -74,7 +87,9 @@ class RoundingMeter:
         for size in sorted({*group_sizes, REFERENCE[2]}):
             whole, sampled, stochastic = self._spread(size)
             for bits in WIDTHS:
-                share = stochastic[min(bits, FINEST) - 1] / sampled if sampled > 0 else 1 / 6
+                is_known = sampled > 0 and self._finest > 0
+                # A sixth is the mean of p (1 - p) over positions.
+                share = stochastic[min(bits, self._finest) - 1] / sampled if is_known else 1 / 6
                 variances[bits, "stochastic", size] = whole * share * step_variance(bits)
                 variances[bits, "dither", size] = whole / 12 * step_variance(bits)
             # Groups do not matter there, but a choice has one.
@@ -86,7 +101,7 @@ class RoundingMeter:
 
     def _spread(self, size: int) -> tuple[float, float, list[float]]:
         """Sums of weight times squared range over the tensor and over the blocks, and of weight times squared range
-        times ``p (1 - p)`` over the blocks for every width up to the finest.
+        times ``p (1 - p)`` over the blocks for every width up to the finest that the values resolve.
         """
         cells = size // _CELL
         ranges = self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)
@@ -98,7 +113,7 @@ class RoundingMeter:
         scaled = inner * span.square() / max(self._count, 1)
         position = torch.where(span > 0, (values - low) / span, 0)
         stochastic = []
-        for bits in range(1, FINEST + 1):
+        for bits in range(1, self._finest + 1):
             p = (position * (2**bits - 1)).frac()
             stochastic.append(float(torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(dtype=torch.float64)))
         return whole, float(scaled.sum(dtype=torch.float64)), stochastic

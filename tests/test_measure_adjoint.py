@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Mixed, mixed_batch
+from live_bytes import LiveBytes
 from test_recompute_attention import Attention
 from torch import nn
 from torch.nn import functional as F
@@ -129,6 +130,54 @@ def test_max_pool(inner: str) -> None:
     agree(adjoint(steps), empirical(steps))
 
 
+NORMALISATIONS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm1d(64),
+    "batch, evaluating": lambda: nn.BatchNorm1d(64).eval(),
+    "layer": lambda: nn.LayerNorm(64),
+    "group": lambda: nn.GroupNorm(4, 64),
+    "root mean square": lambda: nn.RMSNorm(64),
+}
+
+
+@INNER
+@pytest.mark.parametrize("name", NORMALISATIONS)
+def test_the_statistics_of_normalisation_stay_as_they_were_saved(name: str, inner: str) -> None:
+    torch.manual_seed(0)
+    first, norm, last = nn.Linear(32, 64), NORMALISATIONS[name](), nn.Linear(64, 32)
+    x, t = torch.randn(128, 32), torch.randn(128, 32)
+    # Little deviation and a large mean, so that what the statistics would add is most of the derivative.
+    steps = record(lambda x: (last(norm(first(x) * 0.1 + 1).tanh()) * t).sum(), x, inner=inner)
+    found, wanted = adjoint(steps, probes=64), empirical(steps)
+    assert found.keys() == wanted.keys() and found
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value, rel=0.3), key
+
+
+def test_dynamic_shapes() -> None:
+    first, second, x = nn.Linear(48, 64), nn.Linear(64, 64), torch.randn(96, 48)
+    torch._dynamo.mark_dynamic(x, 0)
+    steps = record(lambda x: second(first(x).view(-1, 2, 64).tanh().flatten(0, 1)).tanh().square().sum(), x)
+    assert any(isinstance(n.meta["val"], torch.SymInt) for n in steps[0].backward.graph.find_nodes(op="placeholder"))
+    agree(adjoint(steps), empirical(steps))
+
+
+def test_it_takes_less_memory_than_training() -> None:
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(12)), torch.randn(4096, 64)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+    with LiveBytes() as training:
+        function(x).backward()
+    steps = record(function, x)
+    with torch.no_grad(), LiveBytes() as profiling:
+        measure_step(steps, Config(min_elements=64))
+    assert profiling.peak < training.peak, (profiling.peak, training.peak)
+
+
 @torch.library.custom_op("gact_test::cube", mutates_args=())
 def cube(x: torch.Tensor) -> torch.Tensor:
     return x**3
@@ -148,11 +197,42 @@ cube.register_autograd(
 )
 
 
-def test_what_has_no_second_derivative_is_left_to_algorithm_1() -> None:
+class _Refusing(torch.autograd.Function):
+    """As operators written in C++ do it: the derivative is there, and raises when it is computed."""
+
+    @staticmethod
+    def forward(ctx: object, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return refusing_backward(grad, x)
+
+    @staticmethod
+    def backward(ctx: object, slope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("gact_test::refusing_backward has no second derivative")
+
+
+@torch.library.custom_op("gact_test::refusing", mutates_args=())
+def refusing(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+torch.library.define("gact_test::refusing_backward", "(Tensor grad, Tensor x) -> Tensor")
+torch.library.impl("gact_test::refusing_backward", "CPU", lambda grad, x: 3 * x**2 * grad)
+torch.library.impl("gact_test::refusing_backward", "Autograd", _Refusing.apply)
+torch.library.register_fake("gact_test::refusing_backward", lambda grad, x: torch.empty_like(x))
+refusing_backward = torch.ops.gact_test.refusing_backward.default
+refusing.register_fake(torch.empty_like)
+refusing.register_autograd(
+    lambda ctx, grad: refusing_backward(grad, ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+@pytest.mark.parametrize("operator", [cube, refusing])
+def test_what_has_no_second_derivative_is_left_to_algorithm_1(operator: Callable[..., torch.Tensor]) -> None:
     first, second = nn.Linear(48, 64), nn.Linear(64, 64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return second(cube(first(x))).tanh().square().sum()
+        return second(operator(first(x))).tanh().square().sum()
 
     steps = record(function, torch.randn(96, 48))
     ((_, opaque),) = measure_adjoint(steps, probes=4)
@@ -164,6 +244,25 @@ def test_what_has_no_second_derivative_is_left_to_algorithm_1() -> None:
     assert {(0, name) for name in found} == wanted.keys()
     for (_, name), value in wanted.items():
         assert found[name].value == pytest.approx(value, rel=0.4), saved[name]
+
+
+@INNER
+def test_complex_values(inner: str) -> None:
+    first, last = nn.Linear(32, 32), nn.Linear(32, 32)
+    weight = nn.Parameter(torch.randn(17, dtype=torch.cfloat))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        filtered = torch.fft.irfft(torch.fft.rfft(first(x)) * weight, n=32)
+        return last(filtered.tanh()).square().sum()
+
+    steps = record(function, torch.randn(64, 32), inner=inner)
+    wanted = empirical(steps)
+    with torch.no_grad():
+        (found,) = measure_step(steps, Config(min_elements=64, profile_draws=16))
+    assert {(0, name) for name in found} == wanted.keys() and found
+    for (_, name), value in wanted.items():
+        # What Algorithm 1 measures instead is one draw.
+        assert found[name].value == pytest.approx(value, rel=0.4), name
 
 
 def test_a_linear_layer_in_closed_form() -> None:

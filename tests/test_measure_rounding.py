@@ -94,3 +94,22 @@ def test_equal_weights_and_a_value_from_elsewhere() -> None:
     assert scaled.value == 2 * measured.value
     for code, variance in measured.variances.items():
         assert scaled.variances[code] == pytest.approx(2 * variance)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "relu", "offset"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6])
+def test_values_that_were_read_from_coarse_codes(bits: int, name: str) -> None:
+    """They lie on codes, and so seem to be stored without any error."""
+    x = INPUTS[name]
+    read = ops.decompress(ops.compress(x, bits, 256, 1), x.shape, x.dtype, bits, 256)
+    meter, exact = RoundingMeter(read, bits), RoundingMeter(x)
+    meter.add(torch.ones(x.shape))
+    exact.add(torch.ones(x.shape))
+    found, wanted = meter.result((256,)), exact.result((256,))
+    # ReLU's zeros are stored without error, which one or two bits do not show.
+    bound = 2.3 if bits <= 3 else 1.4
+    for width in WIDTHS:
+        assert (
+            1 / bound < found.variances[width, "stochastic", 256] / wanted.variances[width, "stochastic", 256] < bound
+        )
+    assert 1 / bound < found.value / wanted.value < bound
