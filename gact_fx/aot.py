@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from gact_fx.graph_edit import dependents
+from gact_fx.graph_edit import add_call, dependents
 
-# Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers;
-# returns whether everything not marked may be recomputed.
+aten = torch.ops.aten
+# Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers
+# that forward leaves as they are; returns whether everything not marked may be recomputed.
 Mark = Callable[[Sequence[fx.Node], frozenset[fx.Node]], bool]
 
 
@@ -27,8 +30,8 @@ class GraphPair:
     """A partitioned forward and backward graph.
 
     ``num_user_outputs`` counts the forward outputs before the saved values; ``static_inputs`` names the forward
-    placeholders that are parameters or buffers; ``upstream_inputs`` those that an earlier compiled graph produced
-    (activations that nobody else needs to hold).
+    placeholders that are parameters or buffers and that forward leaves as they are; ``upstream_inputs`` those that an
+    earlier compiled graph produced (activations that nobody else needs to hold).
     """
 
     forward: fx.GraphModule
@@ -125,16 +128,18 @@ def partition(
     # The partitioner does this first, too; what is marked should be what it sees.
     joint.graph.eliminate_dead_code()
     inputs = joint.graph.find_nodes(op="placeholder")
-    parameters = frozenset(inputs[index] for index in static if index < len(inputs))
+    mutated = _mutated_inputs(joint.graph, num_fwd_outputs)
+    copies = [_read_copy(joint.graph, slot) for slot in inputs if slot in mutated]
+    parameters = frozenset(inputs[index] for index in static if index < len(inputs)) - mutated
     is_free = mark(_before_tangents(joint.graph), parameters)
     with functorch_config.patch(aggressive_recomputation=is_free):
         forward, backward = min_cut_rematerialization_partition(
             joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
         )
+    _forget_unsaved(forward, frozenset(copies))
+    # The partitioner gives an input its name in both graphs.
     placeholders = forward.graph.find_nodes(op="placeholder")
-    # Forward keeps every primal of the joint graph, in order, so the static indices count its placeholders.
-    names = [node.name for node in placeholders]
-    static_names = frozenset(names[index] for index in static if index < len(names))
+    static_names = frozenset(node.name for node in parameters)
     upstream_names = frozenset(
         node.name
         for node in placeholders
@@ -148,6 +153,56 @@ def _before_tangents(joint: fx.Graph) -> list[fx.Node]:
     # The partitioner itself tells tangents by this name.
     depends = dependents(joint, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
     return [node for node in joint.nodes if node not in depends and node.op != "output"]
+
+
+def _mutated_inputs(joint: fx.Graph, num_fwd_outputs: int) -> frozenset[fx.Node]:
+    """The inputs that are written to by the time backward runs.
+
+    AOTAutograd makes every mutation of an input the last thing that forward does: a ``copy_`` in the graph, or an
+    output that the caller of the graph copies.
+    """
+    inputs = joint.find_nodes(op="placeholder")
+    copies = [node for node in _before_tangents(joint) if node.target is aten.copy_.default]
+    descriptions = (joint.output_node().meta.get("desc") or ())[:num_fwd_outputs]
+    returned = {getattr(description, "mutated_input", None) for description in descriptions} - {None}
+    targets = {node.args[0] for node in copies}
+    return frozenset(node for node in inputs if node in targets or node.meta.get("desc") in returned)
+
+
+def _read_copy(joint: fx.Graph, mutated: fx.Node) -> str:
+    """Have everything read a copy of a mutated input, so that it is the copy that backward gets; the copy's name."""
+    with joint.inserting_after(joint.find_nodes(op="placeholder")[-1]):
+        copy = add_call(joint, aten.clone.default, (mutated,), f"{mutated.name}_before")
+    # Computed again, it would be a copy of what backward finds.
+    copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    copy.meta["ac_graph_id"] = 0
+    mutation = (aten.copy_.default, "output")
+    mutated.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and user.target not in mutation)
+    _move_views(copy)
+    return copy.name
+
+
+def _move_views(copy: fx.Node) -> None:
+    """Give the views of ``copy`` its storage, by which it is told later who holds the memory of a saved tensor."""
+    moved = {copy}
+    for node in copy.graph.nodes:
+        is_view = node.target is getitem or getattr(node.target, "is_view", False)
+        if is_view and not moved.isdisjoint(node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with copy.meta["val"].fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+            moved.add(node)
+
+
+def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
+    """Spare forward the copies of which backward asked for neither themselves nor views."""
+    outputs = [node.meta.get("val") for node in forward.graph.output_node().all_input_nodes]
+    storages = {value.untyped_storage()._cdata for value in outputs if isinstance(value, torch.Tensor)}
+    for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if node.name in copies and node.meta["val"].untyped_storage()._cdata not in storages:
+            node.replace_all_uses_with(node.args[0])
+            forward.graph.erase_node(node)
+    forward.recompile()
 
 
 def _input_index(placeholder: fx.Node) -> int | None:

@@ -8,6 +8,7 @@ for seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
         flops = {node.name: _flops(node) for node in inner}
         products = frozenset(name for name, count in flops.items() if count)
         if products and all(flops[node.name] or is_cheap(node) for node in inner):
-            nbytes = tensor.numel * USUAL_BITS // 8
+            nbytes = math.ceil(tensor.numel * USUAL_BITS / 8)
             found.append(_Candidate(tensor.name, nbytes, sum(flops.values()), products, frozenset(needs)))
     return found
 

@@ -26,8 +26,19 @@ _DISCONTINUOUS = frozenset(
         aten.round,
         aten.trunc,
         aten.heaviside,
+        aten.frac,
         aten.fmod,
         aten.remainder,
+        aten.floor_divide,
+        aten.copysign,
+        aten.frexp,
+        # Across the negative axis they jump by a whole or half turn.
+        aten.atan2,
+        aten.angle,
+        aten.hardshrink,
+        aten.fake_quantize_per_tensor_affine_cachemask,
+        aten.fake_quantize_per_channel_affine_cachemask,
+        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
         aten.threshold_backward,
         aten.hardtanh_backward,
         aten.leaky_relu_backward,
@@ -116,7 +127,7 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
 
 def is_discontinuous(node: fx.Node) -> bool:
     """Whether rounding what ``node`` reads could make its result jump, comparisons apart, which can be stored."""
-    if getattr(node.target, "overloadpacket", None) in _DISCONTINUOUS:
+    if _has_steps(node):
         return True
     value = node.meta.get("val")
     is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype is not torch.bool
@@ -124,8 +135,14 @@ def is_discontinuous(node: fx.Node) -> bool:
     return is_integer and any(isinstance(i, torch.Tensor) and i.dtype.is_floating_point for i in inputs)
 
 
+def _has_steps(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    # Only with a rounding mode, which is always a keyword, are there steps in a quotient.
+    return packet in _DISCONTINUOUS or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
+
+
 def _decides(node: fx.Node) -> bool:
-    if getattr(node.target, "overloadpacket", None) in _DISCONTINUOUS:
+    if _has_steps(node):
         return True
     values = node.meta.get("val")
     values = values if isinstance(values, (tuple, list)) else (values,)

@@ -26,19 +26,25 @@ _VIEWS = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
      aten.alias, aten.detach, aten.clone}
 )  # fmt: skip
-# Operator → the arguments through which a small error may become an unbounded one.
-_UNBOUNDED: dict[object, tuple[int, ...]] = {
+# Operator → the arguments, by position or keyword, through which a small error may become an unbounded one.
+_UNBOUNDED: dict[object, tuple[int | str, ...]] = {
     aten.exp: (0,), aten.exp2: (0,), aten.expm1: (0,), aten.sinh: (0,), aten.cosh: (0,), aten.tan: (0,),
     aten.log: (0,), aten.log2: (0,), aten.log10: (0,), aten.reciprocal: (0,), aten.rsqrt: (0,), aten.div: (1,),
+    aten._softmax: (0,), aten._log_softmax: (0,), aten._safe_softmax: (0,),
     aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
     aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
-    # query and key: their product is exponentiated against an exact logsumexp.
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2),
+    # query and key, whose product is exponentiated against an exact logsumexp, and the mask that is added to it.
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, "attn_mask"),
     aten._scaled_dot_product_flash_attention_backward: (1, 2),
-    aten._scaled_dot_product_efficient_attention_backward: (1, 2),
-    aten._scaled_dot_product_cudnn_attention_backward: (1, 2),
-    aten._scaled_dot_product_fused_attention_overrideable_backward: (1, 2),
+    aten._scaled_dot_product_efficient_attention_backward: (1, 2, 4),
+    aten._scaled_dot_product_cudnn_attention_backward: (1, 2, 8),
+    aten._scaled_dot_product_fused_attention_overrideable_backward: (1, 2, 4),
+    # Computed again they are bounded, but a mask of zeros and the lowest number has no steps in between.
+    aten._scaled_dot_product_flash_attention_for_cpu: ("attn_mask",),
+    aten._scaled_dot_product_efficient_attention: (3,), aten._scaled_dot_product_cudnn_attention: (3,),
+    aten._scaled_dot_product_fused_attention_overrideable: (3,),
 }  # fmt: skip
+_QUERY_AND_KEY = (1, 2)
 # Operators that 1 + exp(x) keeps bounded, and the argument that it must be.
 _DENOMINATORS: dict[object, int] = {aten.div: 1, aten.reciprocal: 0, aten.log: 0}
 
@@ -83,7 +89,8 @@ def bends_without_bound(start: fx.Node, end: fx.Node) -> bool:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            if getattr(node.target, "overloadpacket", None) in _UNBOUNDED:
+            positions = _UNBOUNDED.get(getattr(node.target, "overloadpacket", None), ())
+            if any(isinstance(_argument(node, position), fx.Node) for position in positions):
                 return True
             stack.extend(node.all_input_nodes)
     return False
@@ -118,8 +125,9 @@ class _Region:
             for user in self._users(node):
                 packet = getattr(user.target, "overloadpacket", None)
                 for position in _UNBOUNDED.get(packet, ()):
-                    reads = len(user.args) > position and user.args[position] is node
-                    if reads and not _is_nonpositive(node) and not _is_logistic(user) and not recomputes(user):
+                    is_bounded = _is_nonpositive(node) or _is_logistic(user)
+                    fits_again = position in _QUERY_AND_KEY and recomputes(user)
+                    if _argument(user, position) is node and not is_bounded and not fits_again:
                         yield user
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
@@ -127,7 +135,7 @@ class _Region:
     def is_query_or_key(self, start: fx.Node) -> bool:
         """Whether fused attention that is computed again reads ``start`` as its query or key."""
         pairs = ((node, user) for node in self._closure(start) for user in self._users(node))
-        return any(recomputes(user) and node in user.args[1:3] for node, user in pairs)
+        return any(recomputes(user) and any(user.args[i] is node for i in _QUERY_AND_KEY) for node, user in pairs)
 
     def _closure(self, start: fx.Node, end: fx.Node | None = None) -> set[fx.Node]:
         """``start`` and the nodes of the region that depend on it, not looking behind ``end``."""
@@ -154,6 +162,12 @@ class _Region:
                 return False
             node = node.all_input_nodes[0]
         return True
+
+
+def _argument(node: fx.Node, position: int | str) -> object:
+    if isinstance(position, str):
+        return node.kwargs.get(position)
+    return node.args[position] if len(node.args) > position else None
 
 
 def _is_nonpositive(node: fx.Node) -> bool:

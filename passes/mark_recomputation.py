@@ -1,9 +1,9 @@
 """Mark, in the joint graph, what backward may compute again and what must be saved, before the partitioner cuts it.
 
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
-is computed from parameters alone, and constants, are always recomputed. Everything else is saved where backward needs
-it: matrix products, for their time; reductions and fused normalisations, whose results are small and would be biased if
-they came from rounded values; and every choice of an index, which rounding could flip.
+is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
+where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
+and would be biased if they came from rounded values; and every choice of an index, which rounding could flip.
 
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
@@ -40,8 +40,8 @@ def mark_recomputation(
     """Set ``node.meta["recompute"]`` in place, and return whether whatever is not marked may be recomputed.
 
     ``nodes`` are those of the joint graph that do not depend on tangents, in graph order; ``static`` the placeholders
-    of parameters and buffers. ``recompute`` is `Config.recompute`: with ``"off"`` only what comes from parameters alone
-    is marked. ``products`` names expensive nodes that are to be computed again all the same.
+    of parameters and buffers that forward leaves as they are. ``recompute`` is `Config.recompute`: with ``"off"`` only
+    what comes from those alone is marked. ``products`` names expensive nodes that are to be computed again anyway.
     """
     from_parameters = set(static)
     for node in nodes:

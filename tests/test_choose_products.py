@@ -1,3 +1,4 @@
+import copy
 import itertools
 
 import pytest
@@ -63,3 +64,13 @@ def test_a_budget_in_bytes_is_kept() -> None:
     smaller = gact_fx.compile(Mixed(), inner="eager", budget_bytes=wanted, recompute="full", sample_batches=[batch])
     smaller(*batch).backward()
     assert 0.8 * wanted < gact_fx.inspect(smaller).bytes_after <= wanted
+
+
+def test_products_of_one_element() -> None:
+    x = torch.randn(1, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Tanh())
+    reference = copy.deepcopy(model)
+    gact_fx.compile(model, recompute="full", min_elements=1, inner="eager", adaptive=False, budget_bits=8)
+    for _ in range(2):
+        model(x).sum().backward(), reference(x).sum().backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.05

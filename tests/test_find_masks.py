@@ -1,7 +1,12 @@
-import torch
-from conftest import Trace, analyze
-from torch import nn
+from collections.abc import Callable
 
+import pytest
+import torch
+from conftest import Trace, analyze, gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
 from gact_fx.passes import find_masks, find_saved_tensors
 
 
@@ -65,3 +70,49 @@ def test_decisions_larger_than_what_they_follow_from(trace: Trace) -> None:
 
     analysis = analyze(trace(pairwise, torch.randn(512, 16), inner="inductor"))
     assert not any(decision.masks for decision in analysis.eligibility)
+
+
+STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "frac": lambda y: torch.frac(8 * y),
+    "floor_divide": lambda y: torch.floor_divide(y.detach(), 0.05),
+    "div floor": lambda y: torch.div(y, 0.05, rounding_mode="floor"),
+    "div trunc": lambda y: torch.div(y, y.detach().abs().mean() / 10, rounding_mode="trunc"),
+    "remainder": lambda y: torch.remainder(y, 0.1) * 10,
+    "fmod": lambda y: torch.fmod(y, 0.1) * 10,
+    "round": lambda y: torch.round(y, decimals=1),
+    "trunc": lambda y: torch.fix(8 * y),
+    "sign": torch.sgn,
+    "copysign": lambda y: torch.copysign(torch.ones_like(y), y),
+    "heaviside": lambda y: torch.heaviside(y.detach(), torch.tensor(0.5)),
+    "angle": torch.angle,
+    "atan2": lambda y: torch.atan2(y / 100, y.roll(1, 1) - 1),
+    "mantissa": lambda y: torch.frexp(y.detach()).mantissa,
+    "hardshrink": lambda y: F.hardshrink(y, 0.3),
+    "fake_quantize": lambda y: torch.fake_quantize_per_tensor_affine(y, 0.1, 0, -128, 127),
+    "bucketize": lambda y: torch.bucketize(y.detach(), torch.linspace(-1, 1, 20)).float(),
+    "int": lambda y: (8 * y).int().float(),
+}
+
+
+class Stepped(nn.Module):
+    """Steps of one product, times another."""
+
+    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.left, self.right, self.step = nn.Linear(32, 32), nn.Linear(32, 32), step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.left(x)
+        return (self.step(y) * self.right(x)).square().mean() + y.sin().square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["auto", "off"])
+@pytest.mark.parametrize("name", STEPS)
+def test_no_step_is_taken_from_rounded_values(name: str, recompute: str) -> None:
+    model, reference, x = Stepped(STEPS[name]), Stepped(STEPS[name]), torch.randn(64, 32)
+    reference.load_state_dict(model.state_dict())
+    gact_fx.compile(
+        model, budget_bits=8, adaptive=False, min_elements=64, inner="eager", recompute=recompute, sample_batches=[x]
+    )
+    model(x).backward(), reference(x).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.015

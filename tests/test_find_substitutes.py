@@ -3,9 +3,11 @@ import torch
 from conftest import Trace, analyze, gradients, relative_error
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import gact_fx
 from gact_fx.aot import GraphPair
+from gact_fx.passes.find_substitutes import _UNBOUNDED
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
@@ -104,3 +106,67 @@ def test_cross_entropy_over_confident_logits(inner: str) -> None:
     if inner == "inductor":  # eager's nll_loss_backward reads the saved values' shape, so that they stay as they are
         assert gact_fx.inspect(loss).ratio > 2
     assert relative_error(found, exact) < 0.1
+
+
+class Masked(nn.Module):
+    """Attention with an additive mask: of what is padded and what is later, or of what belongs to other segments."""
+
+    def __init__(self, kind: str, is_fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 1)
+        self.kind, self.is_fused = kind, is_fused
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        mask = self.mask(other)
+        if self.is_fused:
+            return self.attend(x, mask).square().mean()
+        # What a checkpointed region reads is all that is saved of it.
+        return checkpoint(self.attend, x, mask, use_reentrant=False).square().mean()
+
+    def mask(self, other: torch.Tensor) -> torch.Tensor:
+        if self.kind == "segments":
+            return ((1 - other @ other.transpose(1, 2)) * -1e9)[:, None]
+        lowest = torch.finfo(other.dtype).min
+        padded, later = (1 - other)[:, None, None, :] * lowest, torch.full((32, 32), lowest).triu(1)
+        return torch.minimum(padded + 0 * later, later + 0 * padded)
+
+    def attend(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.is_fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            # In a spelling that Inductor does not take for fused attention.
+            y = torch.exp(torch.log_softmax((q / 4) @ k.transpose(-1, -2) + mask, -1)) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@INNER
+@pytest.mark.parametrize("recompute", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["padded", "segments"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_an_additive_mask_stays_exact(inner: str, recompute: str, kind: str, is_fused: bool) -> None:
+    """Its zeros, decoded from a range that ends at -1e9, were off by a hundred, and exponentiated."""
+    model, reference = Masked(kind, is_fused), Masked(kind, is_fused)
+    reference.load_state_dict(model.state_dict())
+    segments = F.one_hot(torch.randint(0, 4, (8, 32)), 4).float()
+    padding = (torch.rand(8, 32) > 0.3).float().index_fill(1, torch.tensor([0]), 1)
+    batch = torch.randn(8, 32, 32), segments if kind == "segments" else padding
+    gact_fx.compile(
+        model, budget_bits=8, adaptive=False, min_elements=64, inner=inner, recompute=recompute, sample_batches=[batch]
+    )
+    model(*batch).backward(), reference(*batch).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.01
+
+
+def test_the_mask_of_every_fused_attention_is_unbounded() -> None:
+    aten = torch.ops.aten
+    found = torch._C._dispatch_get_all_op_names()
+    for name in {name.removeprefix("aten::") for name in found if name.startswith("aten::_scaled_dot_product_")}:
+        is_backward = name.endswith("_backward")
+        if not is_backward and f"aten::{name}_backward" not in found:
+            continue
+        arguments = getattr(aten, name).default._schema.arguments
+        positions = {*_UNBOUNDED.get(getattr(aten, name), ())}
+        unbounded = {argument.name for i, argument in enumerate(arguments) if {i, argument.name} & positions}
+        masks = {argument.name for argument in arguments} & {"attn_mask", "attn_bias"}
+        assert unbounded == masks | ({"query", "key"} if is_backward else set()), name
