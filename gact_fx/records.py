@@ -50,6 +50,20 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class Standardization:
+    """What is done to values before they are coded, and undone after: ``(x - mean) * rstd``, turned over where a mask
+    is false.
+
+    ``mean`` and ``rstd`` name saved tensors with a number for every channel (dimension 1), ``sign`` names a mask that
+    is stored with the tensor; '' leaves the step out (what is centred already has no ``mean``).
+    """
+
+    mean: str
+    rstd: str
+    sign: str
+
+
+@dataclass(frozen=True)
 class Eligibility:
     """How one saved tensor may be stored, and why not where it may not.
 
@@ -69,6 +83,7 @@ class Eligibility:
     order: tuple[int, ...] = ()
     alias_of: str = ""
     instead: str = ""
+    standardization: Standardization | None = None
     min_bits: int = 1
     # False where its masks travel in its blob.
     exact_allowed: bool = True

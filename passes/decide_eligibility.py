@@ -12,8 +12,20 @@ from gact_fx.aot import GraphPair
 from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.passes.bound_indices import index_limit
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
+from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import find_substitutes
-from gact_fx.records import ALIAS, DROP, KEEP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.records import (
+    ALIAS,
+    DROP,
+    KEEP,
+    MASK,
+    PACK,
+    QUANTIZE,
+    Eligibility,
+    GraphAnalysis,
+    SavedTensor,
+    Standardization,
+)
 from gact_fx.symbolic import SizeBuilder, hint
 
 aten = torch.ops.aten
@@ -114,7 +126,30 @@ def decide_eligibility(
             decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_order(tensor.stride, False))
         decisions.append(decision)
     decisions = [replace(how, exact_allowed=not how.masks) for how in decisions]
+    decisions = _standardized(pair, decisions, read)
     return GraphAnalysis(saved, tuple(decisions))
+
+
+def _standardized(pair: GraphPair, decisions: list[Eligibility], read: frozenset[str]) -> list[Eligibility]:
+    """``decisions``, and what `find_standardizations` finds for quantized tensors whose blob serves no other."""
+    shared = {how.alias_of for how in decisions}
+    alone = [how for how in decisions if how.encoding == QUANTIZE and how.values and how.name not in shared]
+    found = find_standardizations(
+        pair,
+        {how.name: how.instead for how in alone},
+        {how.name: how.masks for how in alone},
+        frozenset(how.name for how in decisions if how.encoding == KEEP) & read,
+    )
+    return [
+        replace(how, standardization=by, reason="; ".join(filter(None, (how.reason, _words(by)))))
+        if (by := found.get(how.name)) is not None
+        else how
+        for how in decisions
+    ]
+
+
+def _words(by: Standardization) -> str:
+    return "standardised as by batch norm" + (", folded by its mask" if by.sign else "")
 
 
 def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, int]:

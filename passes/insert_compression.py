@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import fx
 from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.graph_edit import add_call
+from gact_fx.passes.standardize import resolve, standardize, unstandardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
 from gact_fx.symbolic import SizeBuilder
@@ -70,6 +72,7 @@ class _Editor:
         self._backward = {node.name: node for node in pair.backward.graph.nodes}
         self._forward = {node.name: node for node in pair.forward.graph.nodes}
         self._sources = {value.placeholder: value.source for value in pair.saved_values()}
+        self._exact_masks: dict[str, fx.Node] = {}
         self._mask_edits: list[Callable[[], None]] = []
         self._value_edits: list[Callable[[], None]] = []
 
@@ -77,16 +80,18 @@ class _Editor:
         mask = self._packed_masks(how)
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
-        dense = self._in_order(self._derive(read), how.order)
+        source = self._derive(read)
+        if how.standardization is not None:
+            by = resolve(how.standardization, lambda name: self._derive(self._backward[name]))
+            source = standardize(source, by, self._add_forward)
+        dense = self._in_order(source, how.order)
         codec = (plan.bits, plan.group_size, plan.seed)
         blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
-        self._value_edits.append(
-            lambda: self._load_values(value, read, original, how.order, (*codec, plan.rounding), views)
-        )
+        self._value_edits.append(lambda: self._load_values(value, read, original, how, (*codec, plan.rounding), views))
 
     def save_instead(self, value: SavedValue, how: Eligibility) -> None:
         """The node that stands for the tensor, as it is: what backward would make it from may not be saved any more."""
@@ -99,7 +104,7 @@ class _Editor:
         codec = (how.min_bits, *MASK_CODEC[1:])
         blob = self._add_forward(compress, (self._in_order(value.source, how.order), *codec), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
-        self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, codec, []))
+        self._value_edits.append(lambda: self._load_values(value, slot, original, how, codec, []))
 
     def save_masks(self, value: SavedValue, how: Eligibility) -> None:
         mask = self._packed_masks(how) if how.masks else self._as_bytes(value.source, how.order)
@@ -108,7 +113,7 @@ class _Editor:
         self._mask_edits.append(lambda: self._load_masks(value, how))
         if not how.masks:
             slot, original = value.placeholder, value.source.meta["val"]
-            self._value_edits.append(lambda: self._load_values(value, slot, original, how.order, MASK_CODEC, []))
+            self._value_edits.append(lambda: self._load_values(value, slot, original, how, MASK_CODEC, []))
 
     def save_nothing(self, value: SavedValue) -> None:
         """An empty tensor in the slot, since positions must not change."""
@@ -193,7 +198,7 @@ class _Editor:
         value: SavedValue,
         read: fx.Node,
         original: torch.Tensor,
-        order: Sequence[int],
+        how: Eligibility,
         codec: tuple[Any, ...],
         aliases: list[tuple[SavedValue, torch.Tensor]],
     ) -> None:
@@ -205,7 +210,11 @@ class _Editor:
         graph = self._pair.backward.graph
         start = original.storage_offset()
         with graph.inserting_before(min(users)):
-            dense, values = self._load(value, [original.shape[d] for d in order], original.dtype, codec, order)
+            shape = [original.shape[d] for d in how.order]
+            dense, values = self._load(value, shape, original.dtype, codec, how.order)
+            if how.standardization is not None:
+                by = resolve(how.standardization, lambda name: self._exact_masks.get(name) or self._backward[name])
+                values = unstandardize(values, by, partial(add_call, graph))
             views = [
                 add_call(
                     graph,
@@ -226,13 +235,18 @@ class _Editor:
             return
         orders = [how.order if len(how.order) == m.meta["val"].dim() else range(m.meta["val"].dim()) for m in masks]
         shapes = [[m.meta["val"].shape[d] for d in order] for m, order in zip(masks, orders, strict=True)]
-        with graph.inserting_before(min(user for mask in masks for user in mask.users)):
+        readers = [user for mask in masks for user in mask.users]
+        if how.standardization is not None:
+            # What the values are made from by the mask comes after it.
+            readers += (self._backward[how.instead] if how.instead else value.placeholder).users
+        with graph.inserting_before(min(readers)):
             if len(masks) == 1:
                 loaded = [self._load(value, shapes[0], torch.bool, MASK_CODEC, orders[0])[1]]
             else:
                 loaded = self._load_several(value, shapes, orders)
         for mask, exact in zip(masks, loaded, strict=True):
             _replace(mask, exact, {exact})
+            self._exact_masks[mask.name] = exact
 
     def _load_several(
         self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]

@@ -1,0 +1,123 @@
+"""Find the batch norm behind a saved tensor, and the mask that tells the signs of what it normalises.
+
+A group's step is a share of its range, and what a convolution returns has another range in every channel: the groups,
+which run across channels, take the widest. Batch norm saves each channel's mean and 1 / deviation anyway; with these
+the codes are made of standardised values. And where a ReLU follows, its mask is stored, exactly: it says on which side
+of its threshold a value lies, near zero after standardising. With the values of one side turned over, ``-x`` for ``x``,
+half of the range is left. Both take the variance of rounding a convolution's result down by about seven at equal bytes,
+and the results stay unbiased: what is rounded is still linear in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import getitem
+
+import torch
+from torch import fx
+
+from gact_fx.aot import GraphPair
+from gact_fx.records import Standardization
+
+aten = torch.ops.aten
+_VIEWS = (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias)
+# Fused batch norm → which of its results are the mean and 1 / deviation of the batch.
+_BATCH_NORMS = {
+    aten._native_batch_norm_legit_functional.default: (1, 2), aten.native_batch_norm.default: (1, 2),
+    aten._native_batch_norm_legit.default: (1, 2), aten._native_batch_norm_legit.no_stats: (1, 2),
+}  # fmt: skip
+# Of 16-bit values the standardised ones would be rounded once more, always the same way.
+_DTYPES = (torch.float32, torch.float64)
+
+
+def find_standardizations(
+    pair: GraphPair, instead: Mapping[str, str], masks: Mapping[str, Sequence[str]], exact: frozenset[str]
+) -> dict[str, Standardization]:
+    """Saved tensor → how its values are standardised, where they can be.
+
+    ``instead`` maps the tensors to the backward nodes stored in their place (or ''), ``masks`` to the masks that travel
+    with them; ``exact`` are the saved tensors that are kept and that backward reads.
+    """
+    values = {value.name: value for value in pair.saved_values()}
+    slots = {value.source: name for name, value in values.items() if name in exact}
+    backward = {node.name: node for node in pair.backward.graph.nodes}
+    found = {}
+    for name, other in instead.items():
+        source = values[name].source
+        if source.meta["val"].dtype not in _DTYPES or source.meta["val"].dim() < 2:
+            continue
+        means, rstds = _statistics(source)
+        mean = next((slots[node] for node in means if node in slots), "")
+        rstd = next((slots[node] for node in rstds if node in slots), "")
+        if other:
+            # Backward reads the tensor less its mean, or something else altogether.
+            node = backward[other]
+            is_centred = node.target is aten.sub.Tensor and node.args[0] is values[name].placeholder and bool(rstd)
+            if is_centred:
+                found[name] = Standardization("", rstd, _sign(node, masks[name], backward))
+        elif mean and rstd:
+            found[name] = Standardization(mean, rstd, _sign(values[name].placeholder, masks[name], backward))
+    return found
+
+
+def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Nodes of forward with the mean of every channel of ``x``, and with 1 / deviation."""
+    means: list[fx.Node] = []
+    rstds: list[fx.Node] = []
+    channels = x.meta["val"].shape[1]
+    for user in x.users:
+        if user.target is aten.var_mean.correction and user.args[0] is x:
+            means += _views(_parts(user, 1))
+            shifted = [
+                n for part in _parts(user, 0) for n in part.users if n.target in (aten.add.Tensor, aten.add.Scalar)
+            ]
+            rstds += _views([n for node in shifted for n in node.users if n.target is aten.rsqrt.default])
+        elif user.target in _BATCH_NORMS and user.args[0] is x:
+            mean, rstd = _BATCH_NORMS[user.target]
+            means += _views(_parts(user, mean))
+            rstds += _views(_parts(user, rstd))
+
+    def per_channel(nodes: list[fx.Node]) -> list[fx.Node]:
+        shapes = {node: list(node.meta["val"].shape) for node in nodes}
+        return [n for n, shape in shapes.items() if shape == [channels] or (shape[1:2] == [channels] and _ones(shape))]
+
+    return per_channel(means), per_channel(rstds)
+
+
+def _ones(shape: list[int]) -> bool:
+    return all(size == 1 for i, size in enumerate(shape) if i != 1)
+
+
+def _parts(node: fx.Node, index: int) -> list[fx.Node]:
+    return [user for user in node.users if user.target is getitem and user.args[1] == index]
+
+
+def _users(nodes: list[fx.Node], *targets: object) -> list[fx.Node]:
+    return [user for node in nodes for user in node.users if user.target in targets]
+
+
+def _views(nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes, and the views of them."""
+    found = list(nodes)
+    for node in found:
+        found += [user for user in node.users if getattr(user.target, "overloadpacket", None) in _VIEWS]
+    return found
+
+
+def _sign(read: fx.Node, masks: Sequence[str], backward: Mapping[str, fx.Node]) -> str:
+    """Of the masks as large as ``read`` the one that follows most directly from it, '' where there is none."""
+    shape = read.meta["val"].shape
+    near = [
+        (len(list(_ancestors(backward[mask]))), mask) for mask in masks if backward[mask].meta["val"].shape == shape
+    ]
+    return min(near)[1] if near else ""
+
+
+def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        yield current
+        new = [i for i in current.all_input_nodes if i not in seen]
+        seen.update(new)
+        stack.extend(new)
