@@ -1,11 +1,11 @@
-"""Growth of resident memory over one training step of BERT, for torch.compile and for gact_fx.
+"""Growth of resident memory over one training step of BERT, for torch.compile, for gact_fx, and while it profiles.
 
     python benchmarks/resident.py [--batch-size 64] [--budget-bits 4]
 
 Each way runs in a process of its own, warmed up by three steps. Before a measured step gradients are dropped and freed
 memory is given back to the system. The growth is what the process holds at most during forward, loss and backward
 (VmHWM), less what it held before (VmRSS): activations, gradients, and what the kernels need while they run. The median
-of three steps counts. Reads /proc, so it is for Linux with glibc.
+of three steps counts. "Profiling" is a batch of ``sample_batches``. Reads /proc, so it is for Linux with glibc.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from machine import describe, save
-from networks import build
+from networks import Batch, build
 
 import gact_fx
 
@@ -31,7 +32,7 @@ import gact_fx
 # them. Set, they stay: every tensor from 128 KiB on has pages of its own, which leave the process as it is freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 WARM_UP, STEPS = 3, 3
-WAYS = ("torch.compile", "gact_fx")
+WAYS = ("torch.compile", "gact_fx", "profiling")
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -46,6 +47,11 @@ def status(field: str) -> int:
 def grow(way: str, batch_size: int, budget_bits: float) -> list[int]:
     """Growth in bytes over each of the measured steps, in this process."""
     model, batch, loss_fn = build("bert", batch_size=batch_size)
+    if way == "profiling":
+        growth: list[int] = []
+        batches = _watched([batch] * (WARM_UP + STEPS), growth)
+        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=batches, loss_fn=loss_fn)
+        return growth[WARM_UP:]
     if way == "gact_fx":
         gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
     else:
@@ -59,13 +65,26 @@ def grow(way: str, batch_size: int, budget_bits: float) -> list[int]:
     growth = []
     for _ in range(STEPS):
         model.zero_grad(set_to_none=True)
-        gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        CLEAR_REFS.write_text("5")  # the high-water mark starts anew from here
-        before = status("VmRSS")
+        before = start()
         step()
         growth.append(status("VmHWM") - before)
     return growth
+
+
+def start() -> int:
+    """Resident bytes; the high-water mark starts anew from here."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    CLEAR_REFS.write_text("5")
+    return status("VmRSS")
+
+
+def _watched(batches: list[Batch], growth: list[int]) -> Iterator[Batch]:
+    """The batches, each with what memory grows by until the next one is asked for."""
+    for batch in batches:
+        before = start()
+        yield batch
+        growth.append(status("VmHWM") - before)
 
 
 def grow_elsewhere(way: str, batch_size: int, budget_bits: float) -> list[int]:

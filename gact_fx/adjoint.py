@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gact_fx.differentiable import DifferentiableInterpreter, has_derivative
 from gact_fx.passes.cut_backward import Segment, cut_backward
 from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
-from gact_fx.saved_tensors import Packed, pack
+from gact_fx.saved_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.tape import Step
 
 # (index of a step, name of one of its tensors or tangents)
@@ -64,7 +64,9 @@ class Adjoint:
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
         # Blobs are decompressed wherever a segment reads them.
         self._loads = loads = _find_loads(nodes)
-        self._segments = cut_backward([n for n in nodes if n not in loads and n.op != "output"], loads)
+        computed = [node for node in nodes if node not in loads and node.op != "output"]
+        carriers = {node for node in computed if sources[node] and _is_float(node)}
+        self._segments = cut_backward(computed, loads, carriers, probes)
         self._kept: dict[fx.Node, Any] = {}
         self._slopes: dict[fx.Node, Slopes] = {}
         self._positions: dict[fx.Node, list[int]] = {}
@@ -124,7 +126,8 @@ class Adjoint:
                 if self._sources[node] and has_derivative(value):
                     values[node] = _begin(value)
                     inputs[node] = get_gradient_edge(values[node])
-            self._run(segment, values, ends, doubtful)
+            with compressed_saved_tensors():
+                self._run(segment, values, ends, doubtful)
         # Autograd holds those values that it needs; edges of its graph hold none.
         returned = {node: values[node] for node in ends if node in self._positions}
         outputs = {
@@ -230,6 +233,11 @@ def _begin(value: torch.Tensor) -> torch.Tensor:
     return begun
 
 
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def _inputs(segment: Segment) -> list[fx.Node]:
     """The nodes outside of a segment that it reads."""
     inside = set(segment)
@@ -240,7 +248,8 @@ def _find_loads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """What is cheaper to read anew than to keep: arguments, what blobs stand for, and sizes."""
     found: set[fx.Node] = set()
     for node in nodes:
-        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+        # Arithmetic on sizes that was added after tracing has no value noted.
+        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt, type(None))) and node.op == "call_function"
         is_read = node.target is torch.ops.gact_fx.decompress.default or is_size
         if node.op in ("placeholder", "get_attr") or (is_read and found.issuperset(node.all_input_nodes)):
             found.add(node)
