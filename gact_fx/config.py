@@ -55,7 +55,8 @@ class Config:
             ``budget_bytes`` asks for, or each that needs no other one.
         rounding: ``"auto"`` takes for each tensor the one with the smaller error: ``"stochastic"``, or ``"dither"``
             (subtractive dither), which has half the error variance on values that spread over their group's range and
-            more on those that lie at its minimum, as after a ReLU. ``"nearest"`` is biased and serves debugging.
+            more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
+            ``"nearest"`` is biased and serves debugging.
             `gact_fx.ops.compress` says more.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.

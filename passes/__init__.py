@@ -9,6 +9,7 @@
 5. ``decide_eligibility``   which of it may be compressed, and how, with a reason for each refusal
    (``find_masks``          the decisions backward takes from saved values, to be stored exactly;
    ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain;
+   ``find_standardizations`` what batch norm reads, to be coded as it normalises it, folded by the mask behind it;
    ``bound_indices``        the range of indices, which are packed)
 6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
    (``cut_backward``        the segments in which that is done, so that it fits in memory;
@@ -17,6 +18,7 @@
 7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
 8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
 9. ``insert_compression``   compress into forward, decompress into backward
+   (``standardize``         the arithmetic before and after)
 10. ``defer_recomputation`` what backward computes from saved values, right before its first use
 11. ``verify_graphs``       the contract with AOTAutograd
 12. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
