@@ -85,6 +85,7 @@ class _Editor:
             by = resolve(how.standardization, lambda name: self._derive(self._backward[name]))
             source = standardize(source, by, self._add_forward)
         dense = self._in_order(source, how.order)
+        dense = self._laid_out(dense, source) if how.standardization is not None else dense
         codec = (plan.bits, plan.group_size, plan.seed)
         blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
@@ -170,17 +171,21 @@ class _Editor:
         return self._add_forward(aten.permute.default, (node, list(order)), f"{node.name}_dense")
 
     def _as_bytes(self, mask: fx.Node, order: Sequence[int]) -> fx.Node:
-        """A boolean node as bytes, computed in memory order: Inductor would choose another, and then transpose.
+        """A boolean node as bytes, computed in memory order.
 
         Bytes, by way of floats, because Inductor's C++ stores booleans element by element: writing 2 million of them
         took 8.7 ms, as bytes 0.1 ms (torch 2.13, AVX-512, 2 cores).
         """
-        view = self._in_order(mask, order)
-        if view is not mask:
-            dense = torch.contiguous_format
-            view = self._add_forward(aten.clone.default, (view,), f"{mask.name}_laid_out", memory_format=dense)
+        view = self._laid_out(self._in_order(mask, order), mask)
         number = self._add_forward(convert, (view, torch.float32), f"{mask.name}_number")
         return self._add_forward(convert, (number, torch.uint8), f"{mask.name}_bytes")
+
+    def _laid_out(self, view: fx.Node, source: fx.Node) -> fx.Node:
+        """``view`` of what is computed for the codes, in its order: Inductor would choose another, and transpose."""
+        if view is source:
+            return view
+        name, dense = f"{source.name}_laid_out", torch.contiguous_format
+        return self._add_forward(aten.clone.default, (view,), name, memory_format=dense)
 
     def _add_forward(self, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
         """A call right after the last use of what it reads."""
