@@ -65,7 +65,7 @@ class Adjoint:
         # Blobs are decompressed wherever a segment reads them.
         self._loads = loads = _find_loads(nodes)
         computed = [node for node in nodes if node not in loads and node.op != "output"]
-        carriers = {node for node in computed if sources[node] and _is_float(node)}
+        carriers = {node for node in computed if sources[node] and has_derivative(node.meta.get("val"))}
         self._segments = cut_backward(computed, loads, carriers, probes)
         self._kept: dict[fx.Node, Any] = {}
         self._slopes: dict[fx.Node, Slopes] = {}
@@ -231,11 +231,6 @@ class _Begin(torch.autograd.Function):
 def _begin(value: torch.Tensor) -> torch.Tensor:
     begun: torch.Tensor = _Begin.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
     return begun
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _inputs(segment: Segment) -> list[fx.Node]:

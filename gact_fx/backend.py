@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 
 from gact_fx.aot import partition
 from gact_fx.config import Config
+from gact_fx.dynamo import compile_apart
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
 from gact_fx.recorder import Recorder
 from gact_fx.session import GraphRecord, Session
@@ -46,8 +48,8 @@ class Backend:
             run = interpret_graph(graph) if self._interpreted else compile()
             record = found[-1]
             if not self._interpreted:
-                count = session.run_counts.backward if is_backward else session.run_counts.forward
-                run = count(run, id(record))
+                counted = session.run_counts.backward if is_backward else session.run_counts.forward
+                run = counted(run, id(record))
             if self._recorder is None:
                 return run
             if is_backward:
@@ -128,7 +130,8 @@ def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict
     def use(compiled: Callable[..., Any]) -> None:
         current[0] = compiled
 
-    Training(session, lambda backend: torch.compile(module, backend=backend), use)
+    generations = count(1)
+    Training(session, lambda backend: compile_apart(module, backend, generation=next(generations)), use)
 
     def run(*arguments: Any) -> Any:
         return current[0](*arguments)

@@ -18,6 +18,7 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.records import Standardization
+from gact_fx.symbolic import hint
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias)
@@ -44,7 +45,9 @@ def find_standardizations(
     found = {}
     for name, other in instead.items():
         source = values[name].source
-        if source.meta["val"].dtype not in _DTYPES or source.meta["val"].dim() < 2:
+        value = source.meta["val"]
+        # A varying number of channels is not worth a guard.
+        if value.dtype not in _DTYPES or value.dim() < 2 or not isinstance(value.shape[1], int):
             continue
         means, rstds = _statistics(source)
         mean = next((slots[node] for node in means if node in slots), "")
@@ -68,17 +71,15 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     for user in x.users:
         if user.target is aten.var_mean.correction and user.args[0] is x:
             means += _views(_parts(user, 1))
-            shifted = [
-                n for part in _parts(user, 0) for n in part.users if n.target in (aten.add.Tensor, aten.add.Scalar)
-            ]
-            rstds += _views([n for node in shifted for n in node.users if n.target is aten.rsqrt.default])
+            shifted = _users(_parts(user, 0), aten.add.Tensor, aten.add.Scalar)
+            rstds += _views(_users(shifted, aten.rsqrt.default))
         elif user.target in _BATCH_NORMS and user.args[0] is x:
             mean, rstd = _BATCH_NORMS[user.target]
             means += _views(_parts(user, mean))
             rstds += _views(_parts(user, rstd))
 
     def per_channel(nodes: list[fx.Node]) -> list[fx.Node]:
-        shapes = {node: list(node.meta["val"].shape) for node in nodes}
+        shapes = {node: _hints(node) for node in nodes}
         return [n for n, shape in shapes.items() if shape == [channels] or (shape[1:2] == [channels] and _ones(shape))]
 
     return per_channel(means), per_channel(rstds)
@@ -106,11 +107,12 @@ def _views(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _sign(read: fx.Node, masks: Sequence[str], backward: Mapping[str, fx.Node]) -> str:
     """Of the masks as large as ``read`` the one that follows most directly from it, '' where there is none."""
-    shape = read.meta["val"].shape
-    near = [
-        (len(list(_ancestors(backward[mask]))), mask) for mask in masks if backward[mask].meta["val"].shape == shape
-    ]
-    return min(near)[1] if near else ""
+    fits = [mask for mask in masks if _hints(backward[mask]) == _hints(read)]
+    return min(fits, key=lambda mask: len(list(_ancestors(backward[mask]))), default="")
+
+
+def _hints(node: fx.Node) -> list[int]:
+    return [hint(size) for size in node.meta["val"].shape]
 
 
 def _ancestors(node: fx.Node) -> Iterator[fx.Node]:

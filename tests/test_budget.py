@@ -166,8 +166,8 @@ def test_too_much_noise_is_warned_of_with_a_budget_that_helps(caplog: pytest.Log
 def test_the_budget_that_is_named_exists(minibatch: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gact_fx"):
         choose_plan([graph(*VALUES, exact=True)], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
-    for bits in re.findall(r"budget_bits=([\d.]+)", caplog.text):
-        Config(budget_bits=float(bits))
+    named = [float(bits) for bits in re.findall(r"budget_bits=([\d.]+)", caplog.text)]
+    assert all(Config(budget_bits=bits).budget_bits == bits for bits in named)
 
 
 def test_unmeasured_variances_are_not_claimed() -> None:

@@ -151,10 +151,17 @@ def test_a_given_plan_that_was_made_anew_meets_an_unknown_graph() -> None:
     x = torch.randn(256, 64)
     options = {"loss_fn": lambda model, batch: model(*batch)}
     plan = session_plan(compiled(Branches(), sample_batches=[(x,)], **options))
-    model = compiled(Branches(), plan=replace(plan, variance=1e9), profile_every=2)
+    graphs = tuple(replace(g, tensors=tuple(replace(t, bits=1) for t in g.tensors)) for g in plan.graphs)
+    given = replace(plan, graphs=graphs, variance=1e9)
+    model = compiled(Branches(), plan=given, profile_every=2)
     for _ in range(6):
         model(x * torch.rand(()) * 3).backward()
+        if session_plan(model).choices() != given.choices():
+            break
+    assert session_plan(model).choices() != given.choices()
+    # The first graph to be compiled with the new plan.
     model(x, other=True).backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
 
 
 def test_sixteen_bits_are_for_float32() -> None:
