@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

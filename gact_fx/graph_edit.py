@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,17 @@ def dependents(graph: fx.Graph, is_root: Callable[[fx.Node], bool]) -> set[fx.No
     for node in graph.nodes:
         if is_root(node) or any(i in found for i in node.all_input_nodes):
             found.add(node)
+    return found
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes themselves, and all that they are computed from."""
+    found = set(nodes)
+    stack = list(found)
+    while stack:
+        new = [i for i in stack.pop().all_input_nodes if i not in found]
+        found.update(new)
+        stack.extend(new)
     return found
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from gact_fx.graph_edit import ancestors, dependents
 from gact_fx.interpreter import GraphInterpreter
 
 Resume = Callable[[Any], list[Any]]
@@ -35,12 +37,7 @@ class Replay:
 
     def evaluate(self, names: set[str]) -> dict[str, Any]:
         """The values of the named nodes on the recorded inputs, computing only what they need."""
-        needed = {node for node in self._nodes if node.name in names}
-        stack = list(needed)
-        while stack:
-            new = [i for i in stack.pop().all_input_nodes if i not in needed]
-            needed.update(new)
-            stack.extend(new)
+        needed = ancestors(node for node in self._nodes if node.name in names)
         env: dict[fx.Node, Any] = {}
         for node in self._nodes:
             if node in needed:
@@ -49,25 +46,36 @@ class Replay:
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
         """Backward's outputs."""
-        return self._resume(0, {}, given)
+        env: dict[fx.Node, Any] = {}
+        for node in self._nodes[:-1]:
+            self._step(node, env, given)
+        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: self._read(i, env, given)))
 
     def forks(self, given: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Resume]]:
-        """Yield (name, resume) in the order of first use; ``resume(value)`` finishes backward with that value."""
+        """Yield (name, resume) in the order of first use; ``resume(value)`` finishes backward with that value.
+
+        It gives the outputs that depend on the value, and None for the others: the gradient of a weight is all that
+        what a linear layer read has a say in.
+        """
         env: dict[fx.Node, Any] = {}
         for index, node in enumerate(self._nodes):
             for slot in node.all_input_nodes:
                 if slot.name in names and min(slot.users) is node:
-
-                    def resume(value: Any, at: int = index, changed: fx.Node = slot) -> list[Any]:
-                        return self._resume(at, {**env, changed: value}, given)
-
-                    yield slot.name, resume
+                    yield slot.name, partial(self._resume, index, slot, env, given)
             self._step(node, env, given)
 
-    def _resume(self, index: int, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> list[Any]:
+    def _resume(
+        self, index: int, changed: fx.Node, env: Mapping[fx.Node, Any], given: Mapping[str, Any], value: Any
+    ) -> list[Any]:
+        """Outputs that depend on ``changed``, computed from the state ``env`` right before node ``index``."""
+        depends = dependents(changed.graph, lambda node: node is changed)
+        outputs = self._nodes[-1].args[0]
+        needed = ancestors(i for i in outputs if i in depends)
+        current = {**env, changed: value}
         for node in self._nodes[index:-1]:
-            self._step(node, env, given)
-        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: self._read(i, env, given)))
+            if node in needed:
+                self._step(node, current, given)
+        return [self._read(i, current, given) if i in depends else None for i in outputs]
 
     def _step(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> None:
         if node.op in ("placeholder", "output"):
