@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.config import Config
 from gact_fx.dynamo import compile_apart, own_code
+from gact_fx.eager_regions import EagerRegions
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
 from gact_fx.recorder import Recorder
@@ -110,6 +112,9 @@ class _Target:
             self._session_before = getattr(model, _ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
+        config = session.config
+        session.eager_regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, self._owned)
+        self._regions = session.eager_regions if config.budget_bits is not None else None
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
         object.__setattr__(self.model, _ATTRIBUTE, session)
 
@@ -125,10 +130,16 @@ class _Target:
 
     def use(self, compiled: Callable[..., Any]) -> None:
         """Have the model run ``compiled``."""
+        if self._regions is not None:
+            compiled = self._regions.around(compiled)
         if isinstance(self._original, nn.Module):
             self._original._compiled_call_impl = compiled  # type: ignore[assignment, unused-ignore]
         else:
             self.model.compiled = compiled
+
+    def _owned(self) -> list[torch.Tensor]:
+        """Parameters and buffers, of a function's modules too."""
+        return [x for module in modules_of(self._original) for x in (*module.parameters(), *module.buffers())]
 
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[Any]:

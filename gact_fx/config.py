@@ -117,6 +117,13 @@ class Config:
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ValueError(f"gact_fx.compile: {name} must be a whole number in [{low}, {high}], got {value!r}")
 
+    @property
+    def eager_bits(self) -> int:
+        """Width of what is saved in eager PyTorch, where no sensitivity is measured."""
+        if self.max_gradient_noise is not None or self.budget_bits is None:
+            return 8
+        return min(int(self.budget_bits), 8)
+
     def _check_other_budgets(self) -> None:
         size, noise, every = self.budget_bytes, self.max_gradient_noise, self.profile_every
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):

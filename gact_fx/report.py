@@ -13,9 +13,11 @@ from torch import fx
 from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.driver import Stage
+from gact_fx.eager_regions import EagerTensor
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan, TensorPlan
 from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
+from gact_fx.saved_tensors import GROUP_SIZE
 
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One saved tensor. Bytes are those held between forward and backward, each storage counted once, by all ``runs``
-    of the graph in a step; a tensor that is held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of
-    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code.
+    """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
+
+    Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
+    step; a tensor that is held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of a code, None
+    where kept exact, ``rounding`` and ``group_size`` the rest of the code.
     """
 
-    graph: int
+    graph: int | None
     runs: int
     name: str
     module: str
@@ -109,6 +113,8 @@ class Report:
         records = [record for record in session.records if session.run_counts.is_current(id(record))]
         runs = [session.run_counts.runs(id(record)) for record in records]
         rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i]))
+        if session.eager_regions is not None:
+            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(session.eager_regions.latest))
         graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in records)
         return cls(rows, graphs, session.plan, _note(session))
 
@@ -181,6 +187,33 @@ def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
         )
 
 
+def _eager_row(index: int, tensor: EagerTensor) -> Row:
+    use = str(tensor.use) if tensor.use is not None else ""
+    is_mask = tensor.bits == 1 and tensor.rounding is None
+    reason = "saved by eager PyTorch"
+    if tensor.bits is None:
+        reason += (
+            f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
+        )
+    return Row(
+        graph=None,
+        runs=1,
+        name=f"eager_{index}",
+        module="",
+        op=use,
+        shape=tensor.shape,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        encoding=KEEP if tensor.bits is None else MASK if is_mask else QUANTIZE,
+        bits=tensor.bits,
+        rounding=tensor.rounding,
+        group_size=GROUP_SIZE if tensor.rounding else None,
+        sensitivity=None,
+        bytes_before=tensor.bytes_before,
+        bytes_after=tensor.bytes_after,
+        reason=reason,
+    )
+
+
 def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None, encoding: str) -> int:
     if encoding == QUANTIZE and entry is not None:
         return coded_nbytes(tensor, how, entry)
@@ -221,7 +254,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     sizes = (_size(row.bytes_before), _size(row.bytes_after))
     # bfloat16 codes have neither rounding to speak of nor groups.
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
-    graph = str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
+    graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
 
 

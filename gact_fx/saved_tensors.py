@@ -1,4 +1,4 @@
-"""Compression of what differentiation keeps: for profiling, which must fit in memory where training does."""
+"""Compression of what autograd keeps outside of rewritten graphs: in profiling, and in eager PyTorch between graphs."""
 
 from __future__ import annotations
 
@@ -21,32 +21,48 @@ MAX_MAGNITUDE = 1e4
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor in 8 bits per element, a boolean one in 1; ``order`` lists its dimensions as they lie in memory."""
+    """A tensor as codes, a boolean one in 1 bit per element; ``order`` lists its dimensions as they lie in memory."""
 
     blob: torch.Tensor
     shape: torch.Size
     dtype: torch.dtype
     order: Sequence[int]
+    bits: int
+    seed: int
+    rounding: str
 
     def unpack(self) -> torch.Tensor:
-        dense = ops.decompress(self.blob, self.shape, self.dtype, _bits(self.dtype), GROUP_SIZE)
+        codec = (self.bits, GROUP_SIZE, self.seed, self.rounding)
+        dense = ops.decompress(self.blob, self.shape, self.dtype, *codec)
         return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
 
 
 def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
-    """``x`` compressed, or ``x`` itself where that would save little or lose much."""
+    """``x`` in 8 bits per element, or ``x`` itself where that would save little or lose much."""
     if x.layout is not torch.strided or packed_nbytes(x.dtype, x.numel()) == x.numel() * x.element_size():
         return x
-    # An expanded tensor is smaller in memory than its codes.
-    if x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2:
+    if is_expanded(x):
         return x
+    # NaN compares as false.
+    if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in x.detach().aminmax()):
+        return x
+    return pack_in(x, BITS, seed)
+
+
+def pack_in(x: torch.Tensor, bits: int, seed: int, rounding: str = "stochastic") -> Packed:
+    """``x``, which is dense and of a dtype that can be coded, in ``bits`` bits per element, 1 if it is boolean."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
     dense = x.detach().permute(order)
-    # NaN compares as false.
-    if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in dense.aminmax()):
-        return x
-    return Packed(ops.compress(dense, _bits(x.dtype), GROUP_SIZE, seed), dense.shape, x.dtype, order)
+    if x.dtype is torch.bool:
+        bits, rounding = 1, "stochastic"
+    blob = ops.compress(dense, bits, GROUP_SIZE, seed, None, rounding)
+    return Packed(blob, dense.shape, x.dtype, order, bits, seed, rounding)
+
+
+def is_expanded(x: torch.Tensor) -> bool:
+    """Whether a tensor is smaller in memory than by its elements, and than its codes would be."""
+    return x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2
 
 
 def packed_nbytes(dtype: torch.dtype, numel: int) -> int:

@@ -18,6 +18,7 @@ from gact_fx.budget import GraphTensors, choose_plan
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
+from gact_fx.eager_regions import EagerRegions
 from gact_fx.gradients import are_finite, squared_norm
 from gact_fx.graph_edit import copy_module
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
@@ -86,6 +87,7 @@ class Session:
         self.profiles: dict[str, GraphProfile] = {}
         self.records: list[GraphRecord] = []
         self.run_counts = RunCounts()
+        self.eager_regions: EagerRegions | None = None
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
         self.minibatch_variance: float | None = None
         self.progress: Callable[[int], None] = lambda count: None

@@ -1,0 +1,265 @@
+"""What runs in eager PyTorch between compiled graphs: what it saves for backward is stored in codes, too.
+
+Saved-tensor hooks see a tensor when it is saved, but not what for. That is read from autograd's nodes when the model
+has returned; from then on the same place in the program (its call stack, how often it has saved already, dtype and
+producer) is stored as the nodes there allow. What the first pass through a place saved is stored so afterwards.
+
+Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, which tells whether
+other hooks are active.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from gact_fx.autograd_nodes import Treatment, Use, nodes_of, saved_by, treatment
+from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.plan import slot_seed
+from gact_fx.saved_tensors import Packed, is_expanded, pack_in
+
+# What is mostly at its minimum loses less by stochastic rounding (design, section 4).
+_SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
+
+
+@dataclass(frozen=True)
+class EagerTensor:
+    """One tensor that eager PyTorch saved in the latest forward pass.
+
+    ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once.
+    """
+
+    use: Use | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int | None
+    rounding: str | None
+    bytes_before: int
+    bytes_after: int
+
+
+class _Held:
+    """What the hook put in a saved tensor's place: the tensor itself, or codes from which it is made again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value: torch.Tensor | Packed = tensor
+        self.place: Hashable = None
+        self.treatment = Treatment.EXACT
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.version = tensor._version
+
+    def read(self) -> torch.Tensor:
+        if not isinstance(self.value, Packed):
+            if self.value._version != self.version:
+                # PyTorch's own check does not see through hooks.
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a {tuple(self.value.shape)} tensor is at version {self.value._version}, expected {self.version}; "
+                    "change it after backward, or a clone of it"
+                )
+            return self.value
+        found = self.value.unpack()
+        if self.treatment is Treatment.SIGN:
+            return found.to(self.dtype)
+        return found.log_() if self.treatment is Treatment.EXPONENTIAL else found
+
+
+class EagerRegions:
+    """The hooks of one compiled model.
+
+    Args:
+        bits: width of a code.
+        seed: of the noise.
+        min_elements: smaller tensors stay as they are.
+        owned: gives the tensors that are there anyway, parameters and buffers.
+    """
+
+    def __init__(
+        self, bits: int, seed: int, min_elements: int, owned: Callable[[], Iterable[torch.Tensor]] = lambda: ()
+    ) -> None:
+        self._bits = bits
+        self._seed = seed
+        self._min_elements = min_elements
+        self._owned = owned
+        self._uses: dict[Hashable, Use] = {}
+        # Keeps alive the code objects whose addresses are part of places.
+        self._code_objects: dict[int, CodeType] = {}
+        self._call: _Call | None = None
+        # Called from frames that Dynamo watches, which must not compile it.
+        self._pack_hook = torch.compiler.disable(self._pack)
+        self._pack_hook.regions = self
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, _Held.read)
+        self.latest: tuple[EagerTensor, ...] = ()
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks of its own."""
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling() or _top_hooks():
+                return compiled(*args, **kwargs)
+            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self._call = current = _Call(sys._getframe(), lambda: [*self._owned(), *inputs])
+            try:
+                with self._hooks:
+                    result = compiled(*args, **kwargs)
+            finally:
+                self._call = None
+            if current.saved:
+                self._settle(current, result)
+            return result
+
+        return call
+
+    def _pack(self, x: torch.Tensor) -> _Held:
+        held = _Held(x)
+        call = self._call
+        if call is None or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+            return held
+        if call.is_owned(x):
+            return held
+        call.saved.append((held, call.count_storage(x)))
+        if x.dtype in (*SOURCE_DTYPES, torch.bool) and x.numel() >= self._min_elements:
+            held.place = self._place(x, call)
+            use = self._uses.get(held.place)
+            if use is not None:
+                self._store(held, use, call)
+        return held
+
+    def _place(self, x: torch.Tensor, call: _Call) -> Hashable:
+        """Identifies what saves ``x``, in this forward pass as in the next ones."""
+        stack: list[int] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not call.frame:
+            self._code_objects[id(frame.f_code)] = frame.f_code
+            stack += id(frame.f_code), frame.f_lasti
+            frame = frame.f_back
+        where = tuple(stack)
+        call.visits[where] += 1
+        return where, call.visits[where], x.dtype, _producer(x)
+
+    def _store(self, held: _Held, use: Use, call: _Call) -> None:
+        """Put codes in the place of a tensor, as ``use`` allows."""
+        x = held.value
+        assert isinstance(x, torch.Tensor)
+        if use.treatment is Treatment.EXACT or is_expanded(x):
+            return
+        held.treatment = use.treatment
+        key = (use.treatment, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        storage, known = call.codes.get(key, (None, None))
+        code = known() if known is not None and storage is not None and not storage.expired() else None
+        if code is None:
+            seed = slot_seed(self._seed, "eager", str(len(call.codes)))
+            rounding = "stochastic" if _producer(x) in _SPARSE else "dither"
+            if use.treatment is Treatment.SIGN:
+                code = pack_in(~(x.detach() <= 0), 1, seed)
+            elif use.treatment is Treatment.EXPONENTIAL:
+                code = pack_in(x.detach().exp(), self._bits, seed)
+            else:
+                code = pack_in(x, self._bits, seed, rounding)
+            call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
+        held.value = code
+
+    def _settle(self, call: _Call, result: Any) -> None:
+        """Learn what saved the tensors of places that were new, and store these tensors."""
+        if any(held.place is not None and held.place not in self._uses for held, _ in call.saved):
+            for node in nodes_of(result):
+                for attribute, held in saved_by(node):
+                    if isinstance(held, _Held) and isinstance(held.value, torch.Tensor) and held.place is not None:
+                        how = treatment(node, attribute, held.value)
+                        use = self._uses.setdefault(held.place, Use(node.name(), attribute, how))
+                        self._store(held, use, call)
+        self.latest = tuple(self._records(call))
+
+    def _records(self, call: _Call) -> Iterator[EagerTensor]:
+        counted: set[int] = set()
+        for held, nbytes in call.saved:
+            code = held.value
+            is_new = id(code) not in counted
+            counted.add(id(code))
+            use = self._uses.get(held.place) if held.place is not None else None
+            if isinstance(code, Packed):
+                after = code.blob.numel() if is_new else 0
+                # A mask is exact.
+                rounding = None if code.dtype is torch.bool else code.rounding
+                yield EagerTensor(use, held.shape, held.dtype, code.bits, rounding, nbytes, after)
+            else:
+                yield EagerTensor(use, held.shape, held.dtype, None, None, nbytes, nbytes)
+
+
+class _Call:
+    """One forward pass: its outermost frame, and what was saved in it."""
+
+    def __init__(self, frame: FrameType, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self.frame = frame
+        self.visits: Counter[Hashable] = Counter()
+        # With the bytes of the tensor's storage, counted with the first tensor that lies in it.
+        self.saved: list[tuple[_Held, int]] = []
+        self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._owned = owned
+
+    @functools.cached_property
+    def owned(self) -> frozenset[int]:
+        """Storages that are there anyway: parameters, buffers and the batch."""
+        plain = [x for x in self._owned() if x.layout is torch.strided]
+        return frozenset(x.untyped_storage()._cdata for x in plain)
+
+    def is_owned(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` is a parameter, a buffer, part of the batch, or made of one parameter alone (a cast, say)."""
+        if x.untyped_storage()._cdata in self.owned:
+            return True
+        node = x.grad_fn
+        while node is not None:
+            sources = [source for source, _ in node.next_functions if source is not None]
+            if len(sources) != 1:
+                return False
+            node = sources[0]
+            if hasattr(node, "variable"):
+                return isinstance(node.variable, torch.nn.Parameter)
+        return False
+
+    def count_storage(self, x: torch.Tensor) -> int:
+        """Bytes of the storage of ``x``, 0 if it was counted before."""
+        storage = x.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is not None and not known.expired():
+            return 0
+        self._storages[storage._cdata] = StorageWeakRef(storage)
+        return storage.nbytes()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Within, no model's hooks are active: compiled graphs store what they save themselves."""
+    hooks = _top_hooks()
+    regions = getattr(hooks[0], "regions", None) if hooks else None
+    if not isinstance(regions, EagerRegions):
+        yield
+        return
+    regions._hooks.__exit__()
+    try:
+        yield
+    finally:
+        regions._hooks.__enter__()
+
+
+def _top_hooks() -> Any:
+    """The innermost saved-tensor hooks, None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _producer(x: torch.Tensor) -> str:
+    return x.grad_fn.name() if x.grad_fn is not None else ""
