@@ -1,4 +1,4 @@
-"""Runs the passes on one pair of graphs: times them, verifies what they made, keeps every stage's text."""
+"""Runs the passes on one pair of graphs: times them, verifies what they made, keeps the text of stages that edit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass as it ran: its seconds, and for a pass that edits, both graphs' text before and after."""
+    """One pass as it ran: its seconds, and where text is kept and the pass edits, both graphs before and after."""
 
     name: str
     seconds: float
@@ -39,10 +39,11 @@ class Stage:
 
 @dataclass
 class Driver:
-    """The passes over one ``pair``; ``stages`` grows as they run."""
+    """The passes over one ``pair``; ``stages`` grows as they run, with the graphs' text if ``keeps_text``."""
 
     pair: GraphPair
     config: Config
+    keeps_text: bool = False
     stages: list[Stage] = field(default_factory=list)
 
     def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
@@ -73,11 +74,16 @@ class Driver:
         return self.config.fuse == "on" or not has_compiled_kernels(device.type)
 
     def _run(self, name: str, run: Callable[[], Result], edits: bool = False) -> Result:
-        before = self._text() if edits else None
+        is_kept = edits and self.keeps_text
+        # Only what edits changes the text; making one takes as long as a pass.
+        before = next((stage.after for stage in reversed(self.stages) if stage.after), None)
+        if is_kept and before is None:
+            before = self._text()
         start = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - start
-        self.stages.append(Stage(name, seconds, before, self._text() if edits else None))
+        after = self._text() if is_kept else None
+        self.stages.append(Stage(name, seconds, before if is_kept else None, after))
         return result
 
     def _text(self) -> tuple[str, str]:

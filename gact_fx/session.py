@@ -193,7 +193,7 @@ class Session:
 
     def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
         """Analyse ``pair``, rewrite it by the plan (or all at the profiling width), and record it."""
-        driver = Driver(pair, self.config)
+        driver = Driver(pair, self.config, keeps_text=not profiling)
         analysis = driver.analyze(channels_last)
         plan = self._profiling_plan(analysis) if profiling else self._graph_plan(analysis)
         driver.insert(analysis, plan)
