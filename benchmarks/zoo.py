@@ -136,7 +136,8 @@ def gradient_error(
     return relative_error(list(found.values()), [exact[key] for key in found])
 
 
-def _row(name: str, found: Found) -> str:
+def row(name: str, found: Found) -> str:
+    """A line of the table."""
     floor = "" if found.floor is None else f"{found.floor:.2%}"
     kept = sum(found.refused.values())
     cells = (
@@ -174,7 +175,7 @@ def main() -> None:
             print(f"{name:{WIDTHS[0]}} FAILED: {type(error).__name__}", flush=True)
             continue
         results[name] = {**asdict(found), "ratio": found.ratio, "misses": found.misses()}
-        print(_row(name, found), flush=True)
+        print(row(name, found), flush=True)
     missed = [name for name, found in results.items() if found["misses"]]
     print(f"{len(results)} of {len(options.networks)} run; targets missed by {', '.join(missed) or 'none'}")
     if set(options.networks) == set(NAMES):

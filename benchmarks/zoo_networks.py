@@ -42,6 +42,12 @@ def _text() -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def _short_texts() -> Batch:
+    """For loops over time, which are traced step by step."""
+    tokens = torch.randint(3, VOCABULARY, (4 * ROWS, SHORT))
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def _pair_of_texts() -> Batch:
     return {**_text(), "labels": torch.randint(3, VOCABULARY, (ROWS, LENGTH // 2))}
 
@@ -114,14 +120,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Mixture of experts.
     "mixtral": Architecture("MixtralConfig", "MixtralForCausalLM", _text, {**_LLAMA, "num_local_experts": 4}),
     # State space and linear recurrence.
-    "mamba": Architecture("MambaConfig", "MambaForCausalLM", _text, {
+    "mamba": Architecture("MambaConfig", "MambaForCausalLM", _short_texts, {
         "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
     }),
     "mamba2": Architecture("Mamba2Config", "Mamba2ForCausalLM", _text, {
         "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 32,
         "state_size": 32, "n_groups": 2, "chunk_size": 32,
     }),
-    "rwkv": Architecture("RwkvConfig", "RwkvForCausalLM", _text, {
+    "rwkv": Architecture("RwkvConfig", "RwkvForCausalLM", _short_texts, {
         "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
     }),
     # Encoders with decoders.
