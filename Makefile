@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test check bench cuda-check sanitize install clean
+.PHONY: demo test check bench zoo cuda-check sanitize install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
@@ -26,6 +26,10 @@ bench: $(STAMP)
 		$(BIN)/python benchmarks/$$b.py || exit 1; done
 	$(BIN)/python benchmarks/gradients.py --inner inductor
 	$(BIN)/python benchmarks/gradients.py --inner eager
+
+# 25 architectures of transformers and four graph nets: do they train, in how little, and with what gradient?
+zoo: $(STAMP)
+	$(BIN)/python benchmarks/zoo.py
 
 # The CUDA kernels for every architecture; needs nvcc, but neither torch with CUDA nor a GPU.
 cuda-check:

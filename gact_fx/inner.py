@@ -86,6 +86,8 @@ def _compile_eager(
         aten.gelu_backward, aten.silu_backward, aten.mish_backward, aten.softplus_backward, aten.log_sigmoid_backward,
         aten.glu_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.hardshrink_backward,
         aten.softshrink_backward,
+        # And these read one for its shape alone.
+        aten.nll_loss_backward, aten.nll_loss2d_backward,
     ]  # fmt: skip
 
     def compile_one(graph: fx.GraphModule, is_backward: bool) -> Compiled:
@@ -98,9 +100,16 @@ def _compile_eager(
         bw_compiler=lambda graph, _: compile_one(graph, True),
         inference_compiler=lambda graph, _: interpret_graph(graph),
         partition_fn=partition,
-        decompositions=get_decompositions(opaque),
+        decompositions={**get_decompositions(opaque), aten.zeros_like.default: _zeros_like},
     )
     return backend(module, example_inputs)
+
+
+def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """Without ``x``, of which ``zeros_like`` reads the shape, so that it would be saved."""
+    if not x.is_contiguous() or options.get("memory_format") not in (None, torch.preserve_format):
+        return NotImplemented
+    return torch.zeros(x.shape, dtype=dtype or x.dtype, device=options.get("device") or x.device)
 
 
 def _compile_inductor(

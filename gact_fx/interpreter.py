@@ -62,6 +62,7 @@ def _attention(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fused attention's output and logsumexp, without dropout (which the CPU's kernel does not have)."""
+    key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
     scores = _scores(query, key, attn_mask, is_causal, scale)
     logsumexp = scores.logsumexp(-1)
     return (scores - logsumexp.unsqueeze(-1)).exp() @ value, logsumexp
@@ -81,10 +82,18 @@ def _attention_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value (FlashAttention, Dao et al. 2022, algorithm 4, without its tiles)."""
+    groups = (key.shape[1], value.shape[1])
+    key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
     weights = (_scores(query, key, attn_mask, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
     slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True))
     slope = slope * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    return slope @ key, slope.mT @ query, weights.mT @ grad
+    of_key, of_value = slope.mT @ query, weights.mT @ grad
+    return slope @ key, of_key.unflatten(1, (groups[0], -1)).sum(2), of_value.unflatten(1, (groups[1], -1)).sum(2)
+
+
+def _for_every_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values that groups of query heads share (grouped-query attention), repeated for each of these."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _scores(

@@ -191,13 +191,24 @@ def _is_square(node: object) -> bool:
 
 
 def _is_logistic(node: fx.Node) -> bool:
-    """Whether ``node`` is part of ``y / (1 + exp(x))`` or ``log(1 + exp(x))``, which are smooth although their parts
-    are not bounded.
+    """Whether ``node`` is part of ``y / (1 + exp(x))``, ``y * exp(x) / (1 + exp(x))`` or ``log(1 + exp(x))``, which are
+    smooth although their parts are not bounded.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.exp:
-        return bool(node.users) and all(_is_one_plus_exp(user) for user in node.users)
+        return bool(node.users) and all(_is_one_plus_exp(user) or _is_divided(user, node) for user in node.users)
     return packet in _DENOMINATORS and _is_one_plus_exp(node.args[_DENOMINATORS[packet]])
+
+
+def _is_divided(node: fx.Node, exponential: fx.Node) -> bool:
+    """Whether ``node``, a multiple of ``exponential``, is read by nothing but quotients over one plus the same."""
+    if getattr(node.target, "overloadpacket", None) is not aten.mul or node.args[0] is node.args[1]:
+        return False
+    ends = [user for user in node.users if user.target is aten.div.Tensor and user.args[0] is node]
+    denominators = [user.args[1] for user in ends]
+    return len(ends) == len(node.users) and all(
+        isinstance(d, fx.Node) and exponential in d.all_input_nodes and _is_one_plus_exp(d) for d in denominators
+    )
 
 
 def _is_one_plus_exp(node: object) -> bool:

@@ -51,9 +51,10 @@ def test_random_numbers_are_those_of_their_seed(mode: str) -> None:
     assert float(first.std()) == pytest.approx(deviation, rel=0.1)
 
 
-@pytest.mark.parametrize("case", ["plain", "causal", "mask", "scale", "long keys", "broadcast mask"])
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "scale", "long keys", "broadcast mask", "shared keys"])
 def test_spelled_out_attention_is_the_fused_one(case: str) -> None:
-    query = torch.randn(2, 3, 40, 16)
+    heads = 6 if case == "shared keys" else 3
+    query = torch.randn(2, heads, 40, 16)
     key, value = torch.randn(2, 2, 3, 56 if case == "long keys" else 40, 16)
     options: dict[str, object] = {}
     if case == "mask":
@@ -63,7 +64,7 @@ def test_spelled_out_attention_is_the_fused_one(case: str) -> None:
     elif case == "scale":
         options["scale"] = 0.7
     flags = (0.0, case == "causal")
-    grad = torch.randn(2, 3, 40, 16)
+    grad = torch.randn(2, heads, 40, 16)
 
     def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *flags, **options)
