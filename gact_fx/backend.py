@@ -12,6 +12,7 @@ from torch import fx
 
 from gact_fx.aot import partition
 from gact_fx.config import Config
+from gact_fx.double_backward import refuse_double_backward
 from gact_fx.dynamo import compile_apart
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
 from gact_fx.recorder import Recorder
@@ -57,7 +58,10 @@ class Backend:
             return self._recorder.forward(run, id(found), record.replayable)
 
         key = session.cache_key()
-        return compile_pair(module, example_inputs, cut, inner=session.config.inner, cache_key=key, interpret=watch)
+        inner = session.config.inner
+        return refuse_double_backward(
+            compile_pair(module, example_inputs, cut, inner=inner, cache_key=key, interpret=watch)
+        )
 
 
 def uncompressed(inner: str) -> str:
