@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
@@ -13,8 +12,9 @@ from torch import fx
 
 from gact_fx.aot import partition
 from gact_fx.config import Config
+from gact_fx.double_backward import refuse_double_backward
 from gact_fx.dynamo import compile_apart
-from gact_fx.eager_regions import paused
+from gact_fx.eager_regions import outside_hooks, paused
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
 from gact_fx.recorder import Recorder
 from gact_fx.session import GraphRecord, Session
@@ -59,15 +59,11 @@ class Backend:
             return self._recorder.forward(run, id(found), record.replayable)
 
         key = session.cache_key()
+        inner = session.config.inner
+        # Compiled graphs store what they save themselves.
         with paused():
-            run = compile_pair(module, example_inputs, cut, inner=session.config.inner, cache_key=key, interpret=watch)
-
-        @functools.wraps(run)
-        def call(*arguments: Any) -> Any:
-            with paused():
-                return run(*arguments)
-
-        return call
+            run = compile_pair(module, example_inputs, cut, inner=inner, cache_key=key, interpret=watch)
+        return refuse_double_backward(outside_hooks(run))
 
 
 def uncompressed(inner: str) -> str:

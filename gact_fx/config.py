@@ -11,6 +11,7 @@ INNER_COMPILERS = ("inductor", "eager")
 FUSE = ("auto", "on", "off")
 RECOMPUTE = ("auto", "off", "full")
 SENSITIVITY = ("adjoint", "empirical")
+UNKNOWN_OPERATORS = ("exact", "compress")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
 # GACT's optimisation levels: (budget_bits, adaptive).
@@ -58,6 +59,9 @@ class Config:
             more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
             ``"nearest"`` is biased and serves debugging.
             `gact_fx.ops.compress` says more.
+        unknown_operators: what backward gives to operators that are none of PyTorch's own (`torch.library`, Triton,
+            other libraries): ``"exact"`` leaves it as it is, since rounding would be wrong where such an operator
+            compares, divides by or exponentiates what it reads; ``"compress"`` says that none of them does.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
@@ -82,6 +86,7 @@ class Config:
     inner: str = "inductor"
     fuse: str = "auto"
     recompute: str = "auto"
+    unknown_operators: str = "exact"
 
     def __post_init__(self) -> None:
         bits = self.budget_bits
@@ -102,6 +107,7 @@ class Config:
             "rounding": ("auto", *ROUNDINGS),
             "sensitivity": SENSITIVITY,
             "recompute": RECOMPUTE,
+            "unknown_operators": UNKNOWN_OPERATORS,
             "inner": INNER_COMPILERS,
             "fuse": FUSE,
         }

@@ -54,7 +54,11 @@ class Driver:
         return self._run(
             "decide_eligibility",
             lambda: decide_eligibility(
-                self.pair, saved, min_elements=self.config.min_elements, channels_last=channels_last
+                self.pair,
+                saved,
+                min_elements=self.config.min_elements,
+                channels_last=channels_last,
+                trust_unknown=self.config.unknown_operators == "compress",
             ),
         )
 

@@ -256,6 +256,17 @@ def paused() -> Iterator[None]:
         regions._hooks.__enter__()
 
 
+def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, with the hooks `paused` while it runs."""
+
+    @functools.wraps(run)
+    def call(*arguments: Any) -> Any:
+        with paused():
+            return run(*arguments)
+
+    return call
+
+
 def _top_hooks() -> Any:
     """The innermost saved-tensor hooks, None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -2,7 +2,7 @@
 
 Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
 ``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
-``GraphLowering.find_nodes_prefer_channels_last``.
+``GraphLowering.find_nodes_prefer_channels_last``. Tried with 2.13: ``TracingContext.fw_metadata.bw_donated_idxs``.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def _compile_eager(
     ]  # fmt: skip
 
     def compile_one(graph: fx.GraphModule, is_backward: bool) -> Compiled:
+        _keep_saved_tensors()
         if interpret is None:
             return interpret_graph(graph)
         return interpret(graph, is_backward, lambda: interpret_graph(graph))
@@ -125,6 +126,7 @@ def _compile_inductor(
         if options.get("is_inference"):
             return compile_fx_inner(graph, inputs, **options)
         _keep_input_layouts(graph)
+        _keep_saved_tensors()
         if interpret is not None:
             is_backward = bool(options.get("is_backward"))
             return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
@@ -143,6 +145,19 @@ def _keep_input_layouts(graph: fx.GraphModule) -> None:
     if visible is not None and isinstance(outputs, (list, tuple)):
         saved_inputs = [i for i, n in enumerate(outputs) if isinstance(n, fx.Node) and n.op == "placeholder"]
         output.meta["user_visible_output_idxs"] = sorted({*visible, *saved_inputs})
+
+
+def _keep_saved_tensors() -> None:
+    """Have backward leave what was saved as it is, so that it can run twice (``retain_graph=True``).
+
+    torch.compile has it overwrite saved tensors, unless its first run retains the graph, and refuses to retain it
+    later. What is saved here are codes, whose memory is of little use.
+    """
+    context = torch._guards.TracingContext.try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated:
+        # The list itself, which is all that is shared with the check when backward runs.
+        donated.clear()
 
 
 def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
@@ -164,15 +179,18 @@ def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
 def _partitioner(partition: Partition, cache_key: str) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+    # Inductor's cache does not tell whether backward overwrites saved tensors.
+    key = f"{cache_key} keeps saved tensors"
+
     class Partitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
             return partition(gm, joint_inputs, **options)
 
         def uuid(self) -> str:
-            return cache_key
+            return key
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Inductor pickles its configuration for its cache keys.
-            return str, (cache_key,)
+            return str, (key,)
 
     return Partitioner()

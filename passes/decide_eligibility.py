@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import getitem
 
 import torch
 from torch import fx
@@ -55,6 +56,15 @@ _STATISTICS = frozenset(
      (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
      (aten._scaled_dot_product_cudnn_attention, 1)}
 )  # fmt: skip
+# Results that backward divides by what they came from, or multiplies by an inverse: an error in them grows without
+# bound as that comes near zero, or becomes singular.
+_MAGNIFIED = frozenset(
+    {aten.copysign, aten.linalg_pinv, aten.linalg_inv_ex, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
+     aten.linalg_lu, aten.linalg_qr, aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten._linalg_det,
+     aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_lstsq}
+)  # fmt: skip
+_INVERTED = (aten.linalg_pinv, aten.linalg_lstsq)
+_SCATTERED = (aten.scatter_reduce, aten.index_reduce)
 
 
 def decide_eligibility(
@@ -63,8 +73,12 @@ def decide_eligibility(
     *,
     min_elements: int,
     channels_last: frozenset[str] = frozenset(),
+    trust_unknown: bool = False,
 ) -> GraphAnalysis:
-    """The encoding of every saved tensor; ``channels_last`` names those that the inner compiler lays out so."""
+    """The encoding of every saved tensor; ``channels_last`` names those that the inner compiler lays out so.
+
+    With ``trust_unknown``, also what operators read that gact_fx does not know.
+    """
     sources = {value.name: value.source for value in pair.saved_values()}
     sizes = SizeBuilder(pair.backward.graph)
     nodes = {node.name: node for node in pair.backward.graph.nodes}
@@ -74,7 +88,7 @@ def decide_eligibility(
         _refuse_shared(saved, reasons)
         lossy = frozenset(t.name for t in saved if not (reasons[t.name] or bits[t.name] or t.dtype is torch.bool))
         masks = find_masks(pair, lossy)
-        substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts))
+        substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts), trust_unknown=trust_unknown)
         mask_numel = _mask_numel(masks, nodes)
         # A comparison of all pairs can be far larger than what is compared.
         too_large = {t.name: _TOO_LARGE for t in saved if mask_numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
@@ -171,6 +185,8 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return "an expanded view, smaller in memory than as values"
     if tensor.dtype is not torch.bool and _is_statistic(node):
         return "a statistic of rows or channels"
+    if tensor.dtype is not torch.bool and _is_magnified(node):
+        return "backward magnifies its errors, by the inverse of what it came from"
     roots = _roots(node)
     if all(root.name in pair.static_inputs for root in roots):
         return "computed from parameters alone" if roots else "a constant"
@@ -205,6 +221,16 @@ def _is_statistic(node: fx.Node) -> bool:
     )  # fmt: skip
     inputs = node.all_input_nodes
     return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
+
+
+def _is_magnified(node: fx.Node) -> bool:
+    # These meet their own inverse in backward.
+    if any(getattr(user.target, "overloadpacket", None) in _INVERTED for user in node.users):
+        return True
+    while getattr(node.target, "overloadpacket", None) in (aten.detach, aten.alias) or node.target is getitem:
+        node = node.all_input_nodes[0]
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in _MAGNIFIED or (packet in _SCATTERED and "prod" in node.args)
 
 
 def _roots(node: fx.Node) -> set[fx.Node]:

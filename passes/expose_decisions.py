@@ -25,7 +25,7 @@ def expose_decisions(pair: GraphPair) -> GraphPair:
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node not in depends and _is_float(node):
+        if node.op == "call_function" and node not in depends and _is_real(node):
             spell = _SPELLINGS.get(node.target)
             if spell is not None:
                 with graph.inserting_before(node):
@@ -115,9 +115,12 @@ def _pick(compare: Any) -> Callable[..., fx.Node | None]:
     return spell
 
 
-def _is_float(node: fx.Node) -> bool:
+def _is_real(node: fx.Node) -> bool:
+    """Whether floats are computed from floats: complex numbers, which have an absolute value, do not compare."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    inputs = [i.meta.get("val") for i in node.all_input_nodes]
+    is_complex = any(isinstance(i, torch.Tensor) and i.dtype.is_complex for i in inputs)
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and not is_complex
 
 
 _SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {

@@ -49,8 +49,18 @@ _DISCONTINUOUS = frozenset(
         aten.rrelu_with_noise_backward,
         aten._prelu_kernel_backward,
         aten.threshold,
+        aten.multi_margin_loss_backward,
+        aten.multilabel_margin_loss_backward,
+        aten._segment_reduce_backward,
+        aten._fake_quantize_learnable_per_tensor_affine_backward,
+        aten._fake_quantize_learnable_per_channel_affine_backward,
     }
 )
+# Whose operators gact_fx knows: smooth but for those listed, here and in `find_substitutes`.
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prims", "gact_fx", "inductor", "rngprims", "_c10d_functional", "_c10d_functional_autograd",
+     "c10d_functional", "fsdp"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,8 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
         if _is_boolean(node) and node in derivable:
             decisions.append(node)
         elif _decides(node):
-            refused.update({name: f"backward decides by it ({node.target})" for name in sources[node]})
+            read = frozenset().union(*(sources[i] for i in _decisive_inputs(node)))
+            refused.update({name: f"backward decides by it ({node.target})" for name in read})
     if refused:
         return {}, refused
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
@@ -133,6 +144,20 @@ def is_discontinuous(node: fx.Node) -> bool:
     is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype is not torch.bool
     inputs = [i.meta.get("val") for i in node.all_input_nodes]
     return is_integer and any(isinstance(i, torch.Tensor) and i.dtype.is_floating_point for i in inputs)
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether ``node`` calls an operator of PyTorch's own, or one of these by way of a higher-order operator."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        inner = [x for x in node.args if isinstance(x, torch._ops.OpOverload)]
+        return bool(inner) and all(operator.namespace in _KNOWN_NAMESPACES for operator in inner)
+    return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _KNOWN_NAMESPACES
+
+
+def _decisive_inputs(node: fx.Node) -> list[fx.Node]:
+    """What ``node``, which has steps, may decide by: not the gradient, in which every backward formula is linear."""
+    is_formula = getattr(node.target, "_opname", "").endswith("_backward")
+    return [i for i in node.all_input_nodes if not (is_formula and i is node.args[0] and i not in node.args[1:])]
 
 
 def _has_steps(node: fx.Node) -> bool:

@@ -5,7 +5,8 @@ Backward often reads a saved tensor through one chain of operators only: ``exp(x
 where it is an exponential or a quotient. The end of the chain is as large as x and can be computed in forward: rounding
 *it* leaves a gradient that is linear in the rounded values, hence unbiased.
 
-Where no such end exists and the chain is unbounded, the tensor is refused.
+Where no such end exists and the chain is unbounded, or ends in an operator of which nothing is known, the tensor is
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
-from gact_fx.passes.find_masks import derivable_nodes
+from gact_fx.passes.find_masks import derivable_nodes, is_known
 from gact_fx.passes.recompute_attention import recomputes
 
 aten = torch.ops.aten
@@ -32,7 +33,14 @@ _UNBOUNDED: dict[object, tuple[int | str, ...]] = {
     aten.log: (0,), aten.log2: (0,), aten.log10: (0,), aten.reciprocal: (0,), aten.rsqrt: (0,), aten.div: (1,),
     aten._softmax: (0,), aten._log_softmax: (0,), aten._safe_softmax: (0,),
     aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
-    aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
+    aten._pdist_backward: (1, 3), aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
+    aten.cudnn_grid_sampler_backward: (1,),
+    # Probabilities of alignments, as logarithms.
+    aten._ctc_loss_backward: (1, 6),
+    # The matrix of a system of equations.
+    aten.linalg_solve_triangular: (0,), aten.linalg_lu_solve: (0,), aten._linalg_solve_ex: (0,),
+    aten.linalg_inv_ex: (0,), aten.triangular_solve: (1,), aten.cholesky_solve: (1,), aten.cholesky_inverse: (0,),
+    aten.linalg_ldl_solve: (0,),
     # query and key, whose product is exponentiated against an exact logsumexp, and the mask that is added to it.
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, "attn_mask"),
     aten._scaled_dot_product_flash_attention_backward: (1, 2),
@@ -61,8 +69,13 @@ class Substitutes:
     curved: frozenset[str]
 
 
-def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[str]) -> Substitutes:
-    """Substitutes for the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact."""
+def find_substitutes(
+    pair: GraphPair, lossy: frozenset[str], masks: frozenset[str], *, trust_unknown: bool = False
+) -> Substitutes:
+    """Substitutes for the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact.
+
+    ``trust_unknown``: take operators that gact_fx does not know for smooth and bounded.
+    """
     derivable = derivable_nodes(pair)
     instead: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -73,8 +86,11 @@ def find_substitutes(pair: GraphPair, lossy: frozenset[str], masks: frozenset[st
         region = _Region(derivable, masks)
         end = region.last_dominator(slot)
         culprit = next(region.unbounded(end), None)
+        unknown = None if trust_unknown else region.unknown(end)
         if culprit is not None:
             refused[slot.name] = f"backward is unbounded in it ({culprit.target})"
+        elif unknown is not None:
+            refused[slot.name] = f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
         elif end is not slot:
             instead[slot.name] = end.name
         if region.is_query_or_key(end):
@@ -131,6 +147,10 @@ class _Region:
                         yield user
                 if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
+
+    def unknown(self, start: fx.Node) -> fx.Node | None:
+        """An operator that reads ``start``, or what follows from it, and may have steps and poles for all one knows."""
+        return next((u for node in self._closure(start) for u in self._users(node) if not is_known(u)), None)
 
     def is_query_or_key(self, start: fx.Node) -> bool:
         """Whether fused attention that is computed again reads ``start`` as its query or key."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from gact_fx.passes.find_masks import is_discontinuous
+from gact_fx.passes.find_masks import is_discontinuous, is_known
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def is_cheap(node: fx.Node) -> bool:
     """Whether computing ``node`` again costs about as much as reading its inputs, and gives the same from rounded ones
     up to rounding.
     """
-    if node.op != "call_function" or _draws(node) or is_discontinuous(node):
+    if node.op != "call_function" or _draws(node) or is_discontinuous(node) or not is_known(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
