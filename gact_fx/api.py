@@ -11,7 +11,7 @@ from torch import nn
 
 from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.config import Config
-from gact_fx.dynamo import compile_apart, own_code
+from gact_fx.dynamo import Switch, compile_apart, own_code
 from gact_fx.eager_regions import EagerRegions
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
@@ -36,7 +36,8 @@ def compile(
     """Compile ``model`` so that what forward keeps for backward is stored in ``budget_bits`` bits per element.
 
     A module is compiled in place and returned: its parameters, ``state_dict`` and class stay as they are. A plain
-    callable gives a compiled callable. The training loop needs no change.
+    callable gives a compiled callable. The training loop needs no change. Copies of the module (``copy.deepcopy``,
+    ``pickle``, ``torch.save``) keep the plan, and run uncompressed until they are compiled with it.
 
     Args:
         model: module or callable to train.
@@ -96,6 +97,12 @@ def inspect(model: Callable[..., Any]) -> Report:
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
+    if isinstance(model, nn.Module) and not isinstance(model._compiled_call_impl, Switch):
+        note = (
+            "this copy of a compiled model is not compiled: gact_fx.compile(copy, plan=gact_fx.inspect(copy).plan) "
+            "has it run as the original does"
+        )
+        return Report((), (), session.plan, note)
     return Report.from_session(session)
 
 
@@ -104,7 +111,9 @@ class _Target:
 
     def __init__(self, model: Any, session: Session) -> None:
         self._original = model
+        self._config = session.config
         self._generation = 0
+        self._switch = Switch()
         self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
@@ -126,16 +135,18 @@ class _Target:
             # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
             # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
             function = own_code(self._original._call_impl)
-        return compile_apart(function, backend, generation=self._generation)
+        options: dict[str, Any] = {"dynamic": self._config.dynamic, "fullgraph": self._config.fullgraph}
+        if isinstance(backend, str):
+            options["options"] = self._config.inductor_patches or None
+        return compile_apart(function, backend, generation=self._generation, **options)
 
     def use(self, compiled: Callable[..., Any]) -> None:
-        """Have the model run ``compiled``."""
-        if self._regions is not None:
-            compiled = self._regions.around(compiled)
+        """Have the model run ``compiled``, from its next call on."""
+        self._switch.use(compiled if self._regions is None else self._regions.around(compiled))
         if isinstance(self._original, nn.Module):
-            self._original._compiled_call_impl = compiled  # type: ignore[assignment, unused-ignore]
+            self._original._compiled_call_impl = self._switch  # type: ignore[assignment, unused-ignore]
         else:
-            self.model.compiled = compiled
+            self.model.compiled = self._switch
 
     def _owned(self) -> list[torch.Tensor]:
         """Parameters and buffers, of a function's modules too."""

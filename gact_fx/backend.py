@@ -13,7 +13,7 @@ from torch import fx
 from gact_fx.aot import partition
 from gact_fx.config import Config
 from gact_fx.double_backward import refuse_double_backward
-from gact_fx.dynamo import compile_apart
+from gact_fx.dynamo import Switch, compile_apart
 from gact_fx.eager_regions import outside_hooks, paused
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
 from gact_fx.recorder import Recorder
@@ -58,11 +58,13 @@ class Backend:
                 return self._recorder.backward(run, id(found), record.replayable, record.analysis)
             return self._recorder.forward(run, id(found), record.replayable)
 
-        key = session.cache_key()
-        inner = session.config.inner
+        config, key = session.config, session.cache_key()
         # Compiled graphs store what they save themselves.
         with paused():
-            run = compile_pair(module, example_inputs, cut, inner=inner, cache_key=key, interpret=watch)
+            run = compile_pair(
+                module, example_inputs, cut,
+                inner=config.inner, cache_key=key, patches=config.inductor_patches, interpret=watch,
+            )  # fmt: skip
         return refuse_double_backward(outside_hooks(run))
 
 
@@ -116,31 +118,39 @@ class Training:
         self._use(self._profiled if profiling and self._profiled is not None else self._planned)
 
 
-def gact(module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
+def gact(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
     """``torch.compile(model, backend="gact", options={...})``; the options are the fields of :class:`Config`.
 
-    Every graph is its own model here: its first training step is the sample, the next one runs its plan.
+    Every graph is its own model here: its first training step is the sample, the next one runs its plan. ``mode`` is
+    that of torch.compile, which takes either it or options.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    config = Config.from_options(options or {})
+    config = Config.from_options({"mode": mode, **(options or {})})
+    for name in ("dynamic", "fullgraph"):
+        if getattr(config, name) != getattr(Config, name):
+            raise ValueError(f"gact_fx.compile: beside backend='gact', give {name} to torch.compile itself")
     if config.budget_bits is None or not torch.is_grad_enabled():
         compiler: Any = torch._dynamo.lookup_backend(uncompressed(config.inner))
-        return cast(Compiled, compiler(module, list(example_inputs)))
+        changes = {"config_patches": config.inductor_patches} if config.inner == "inductor" else {}
+        return cast(Compiled, compiler(module, list(example_inputs), **changes))
     session = Session(config)
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
     sampled = profiling_backend(session)(twin, example_inputs)
-    current: list[Callable[..., Any]] = [sampled]
-
-    def use(compiled: Callable[..., Any]) -> None:
-        current[0] = compiled
-
+    switch = Switch()
+    switch.use(sampled)
     generations = count(1)
-    Training(session, lambda backend: compile_apart(module, backend, generation=next(generations)), use)
+    Training(session, lambda backend: compile_apart(module, backend, generation=next(generations)), switch.use)
 
     def run(*arguments: Any) -> Any:
-        return current[0](*arguments)
+        return switch(*arguments)
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gact_fx.codec_layout import ROUNDINGS
@@ -12,6 +13,7 @@ FUSE = ("auto", "on", "off")
 RECOMPUTE = ("auto", "off", "full")
 SENSITIVITY = ("adjoint", "empirical")
 UNKNOWN_OPERATORS = ("exact", "compress")
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
 # GACT's optimisation levels: (budget_bits, adaptive).
@@ -67,6 +69,13 @@ class Config:
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
             compiled operators (``"off"``). ``"auto"`` fuses only on devices that have no compiled operators: on the CPU
             these are several times faster (``benchmarks/kernels.py``); on a GPU nobody has measured it yet.
+        dynamic: as in ``torch.compile``: sizes that vary (True), sizes as they come, with a compilation for each
+            (False), or sizes that turn out to vary (None).
+        fullgraph: as in ``torch.compile``: a graph break is an error.
+        mode: as in ``torch.compile``, Inductor's presets: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
+            ``"max-autotune-no-cudagraphs"``.
+        inductor_options: as ``options`` of ``torch.compile``: fields of ``torch._inductor.config`` by name, laid over
+            those of ``mode``.
 
     Raises:
         ValueError: an option out of its range.
@@ -87,6 +96,10 @@ class Config:
     fuse: str = "auto"
     recompute: str = "auto"
     unknown_operators: str = "exact"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    mode: str | None = None
+    inductor_options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         bits = self.budget_bits
@@ -103,6 +116,7 @@ class Config:
                 f"gact_fx.compile: group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
             )
         self._check_other_budgets()
+        self._check_compilation()
         choices = {
             "rounding": ("auto", *ROUNDINGS),
             "sensitivity": SENSITIVITY,
@@ -146,6 +160,40 @@ class Config:
         if given and (self.budget_bits is None or not self.adaptive):
             reason = "budget_bits=None, which turns compression off" if self.budget_bits is None else "adaptive=False"
             raise ValueError(f"gact_fx.compile: {given[0]} cannot be kept with {reason}; leave one of them out")
+
+    def _check_compilation(self) -> None:
+        for name, allowed in (("dynamic", (None, False, True)), ("fullgraph", (False, True))):
+            if not any(getattr(self, name) is value for value in allowed):
+                raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("mode", "inductor_options"):
+            if getattr(self, name) is not None and self.inner != "inductor":
+                raise ValueError(f"gact_fx.compile: {name} is for inner='inductor', got inner={self.inner!r}")
+        if self.mode is not None and self.mode not in MODES:
+            raise ValueError(f"gact_fx.compile: mode must be None or one of {MODES}, got {self.mode!r}")
+        if self.inductor_options is not None:
+            # Slow to import, and seldom needed.
+            from torch._inductor import list_options
+
+            if not isinstance(self.inductor_options, Mapping):
+                given = self.inductor_options
+                raise ValueError(f"gact_fx.compile: inductor_options must map options to values, got {given!r}")
+            # The partitioner is ours.
+            known = set(list_options()) - {"custom_partitioner_fn"}
+            for name in self.inductor_options:
+                if name not in known:
+                    raise ValueError(
+                        f"gact_fx.compile: unknown option {name!r} in inductor_options; torch._inductor.list_options() "
+                        "has those that exist"
+                    )
+
+    @property
+    def inductor_patches(self) -> dict[str, Any]:
+        """What ``mode`` and ``inductor_options`` change in Inductor's configuration."""
+        if self.mode is None:
+            return dict(self.inductor_options or {})
+        from torch._inductor import list_mode_options
+
+        return {**list_mode_options(self.mode), **(self.inductor_options or {})}
 
     @classmethod
     def from_level(cls, level: str, **overrides: Any) -> Config:

@@ -1,7 +1,8 @@
 """torch.compile with a backend that changes as training goes on, kept clear of Dynamo's limit of recompilations.
 
 Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
-2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known.
+2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known; so
+is ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import torch
 Backend = str | Callable[..., Any]
 
 
-def compile_apart(function: Callable[..., Any], backend: Backend, *, generation: int = 1) -> Callable[..., Any]:
-    """``torch.compile(function, backend=backend)``, not held back by what was compiled of the same code before.
+def compile_apart(
+    function: Callable[..., Any], backend: Backend, *, generation: int = 1, **options: Any
+) -> Callable[..., Any]:
+    """``torch.compile(function, backend=backend, **options)``, not held back by what was compiled of the same code
+    before.
 
     Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
     these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
     """
     can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {"isolate_recompiles": True} if can_isolate else {}
+    if can_isolate:
+        options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
     if can_isolate or generation == 1:
         return compiled
@@ -48,3 +53,30 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace()
     return call
+
+
+def in_backward() -> bool:
+    """Whether a backward pass calls this: checkpointing runs forward again within it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Switch:
+    """A compiled model that is exchanged for another while it trains: with every plan, and to be profiled again.
+
+    The exchange waits for a call from outside of backward. What checkpointing around the model runs again in backward
+    has to save what it saved the first time.
+    """
+
+    def __init__(self) -> None:
+        self._running: Callable[..., Any] | None = None
+        self._next: Callable[..., Any] | None = None
+
+    def use(self, compiled: Callable[..., Any]) -> None:
+        """Run ``compiled`` from the next call on."""
+        self._next = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running is None or not in_backward():
+            self._running = self._next
+        assert self._running is not None
+        return self._running(*args, **kwargs)

@@ -31,13 +31,15 @@ def compile_pair(
     *,
     inner: str,
     cache_key: str,
+    patches: Mapping[str, Any] | None = None,
     interpret: Interpret | None = None,
 ) -> Compiled:
     """Compile what Dynamo traced, with ``partition`` in place of PyTorch's partitioner.
 
     ``partition(joint, joint_inputs, **aot_options)`` returns the two graphs. ``inner`` is ``"inductor"`` or
     ``"eager"``; with ``interpret`` both graphs are traced for that compiler but run through ``interpret``.
-    ``cache_key`` identifies everything that ``partition`` depends on.
+    ``cache_key`` identifies everything that ``partition`` depends on, ``patches`` are changes to Inductor's
+    configuration.
     """
     import torch._functorch.config as functorch_config
 
@@ -45,7 +47,7 @@ def compile_pair(
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
             return _compile_eager(module, example_inputs, partition, interpret)
-        return _compile_inductor(module, example_inputs, partition, cache_key, interpret)
+        return _compile_inductor(module, example_inputs, partition, cache_key, patches or {}, interpret)
 
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
@@ -118,6 +120,7 @@ def _compile_inductor(
     example_inputs: Sequence[Any],
     partition: Partition,
     cache_key: str,
+    patches: Mapping[str, Any],
     interpret: Interpret | None,
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -132,8 +135,8 @@ def _compile_inductor(
             return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
         return compile_fx_inner(graph, inputs, **options)
 
-    patches = {"custom_partitioner_fn": _partitioner(partition, cache_key)}
-    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=patches)
+    changes = {**patches, "custom_partitioner_fn": _partitioner(partition, cache_key)}
+    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
     return cast(Compiled, compiled)
 
 

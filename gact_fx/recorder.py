@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from gact_fx.aot import GraphPair
+from gact_fx.dynamo import in_backward
 from gact_fx.inner import Compiled, boxed
 from gact_fx.records import GraphAnalysis
-from gact_fx.tape import Step, Tape
+from gact_fx.tape import MAX_WAITING, Step, Tape
 
 log = logging.getLogger("gact_fx")
 # What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
@@ -66,6 +67,9 @@ class Recorder:
         """``run``, the forward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
+            # Checkpointing around the graph runs it again, and its first run stands for both.
+            if in_backward() and self._waiting.get(key):
+                return run(arguments)
             self._enter(key)
             if self._tape is None:
                 return run(arguments)
@@ -107,6 +111,12 @@ class Recorder:
             if self._tape is None and (self._begun + self._consecutive - 1) % self._every < self._consecutive:
                 self.start()
         self._waiting[key] = self._waiting.get(key, 0) + 1
+        if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
+            log.warning(
+                "%d forward passes in a row, and gact_fx saw no backward pass, which it samples: put validation under "
+                "torch.no_grad(); compiled autograd runs backward passes itself, and needs sample_batches or plan=",
+                MAX_WAITING + 1,
+            )
 
     def _leave(self, key: int) -> None:
         self._waiting[key] = max(self._waiting.get(key, 0) - 1, 0)

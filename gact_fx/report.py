@@ -123,11 +123,19 @@ def _note(session: Session) -> str:
     if session.config.budget_bits is None:
         return "compression is off (budget_bits=None)"
     if session.plan is None:
-        return "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph)"
+        return (
+            "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph, or "
+            "compiled autograd ran backward; that needs sample_batches)"
+        )
     if not session.records:
         return "a plan, and no graph compiled with it yet; run a training step"
     if all(row.encoding == KEEP for record in session.records for row in _rows(0, record, 1)):
         return "nothing to compress: the reasons are in the table"
+    if session.run_counts.backward_is_unseen:
+        return (
+            "no backward pass of these graphs was seen (compiled autograd runs them itself): bytes are those of one "
+            "run of each graph"
+        )
     slow = sorted({device for record in session.records for device in _devices(record)} - _compiled_devices())
     if slow:
         how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"

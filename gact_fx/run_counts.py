@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from gact_fx.inner import Compiled, boxed
+from gact_fx.tape import MAX_WAITING
 
 
 class RunCounts:
@@ -51,8 +52,13 @@ class RunCounts:
         return boxed(call)
 
     def runs(self, key: int) -> int:
-        """Runs in the latest step; before the first backward pass, runs so far."""
-        return self._latest.get(key) or self._forwards[key] or 1
+        """Runs in the latest step; before the first backward pass, runs so far; 1 where backward is out of sight."""
+        return self._latest.get(key) or (0 if self.backward_is_unseen else self._forwards[key]) or 1
+
+    @property
+    def backward_is_unseen(self) -> bool:
+        """Whether graphs run forward time and again and never backward: compiled autograd does that without them."""
+        return not self._latest and any(count > MAX_WAITING for count in self._forwards.values())
 
     def is_current(self, key: int) -> bool:
         """Whether the graph belongs to the training steps of late."""

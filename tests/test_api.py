@@ -263,3 +263,56 @@ def test_profiling_is_silent_when_not_a_terminal(capfd: pytest.CaptureFixture[st
     gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
     captured = capfd.readouterr()
     assert captured.out == "" and "profiling" not in captured.err
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (False, 2)])
+def test_dynamic_sizes_as_in_torch_compile(dynamic: bool, graphs: int) -> None:
+    model = gact_fx.compile(nn.Sequential(nn.Linear(16, 64), nn.Tanh()), inner="eager", dynamic=dynamic)
+    for rows in (40, 40, 56):
+        model(torch.randn(rows, 16)).sum().backward()
+    assert len(gact_fx.inspect(model).graphs) == graphs
+
+
+def test_fullgraph_as_in_torch_compile() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        x = x.tanh()
+        torch._dynamo.graph_break()
+        return x.sin().sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    gact_fx.compile(loss, inner="eager")(x).backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        gact_fx.compile(loss, inner="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("budget_bits", [None, 4])
+def test_options_reach_inductor(budget_bits: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where compression is off, too."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    seen = []
+    lower = GraphLowering.run
+
+    def watched(*args: object, **kwargs: object) -> object:
+        seen.append((config.max_fusion_size, config.epilogue_fusion))
+        return lower(*args, **kwargs)
+
+    monkeypatch.setattr(GraphLowering, "run", watched)
+    layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
+    options = {"max_fusion_size": 7, "epilogue_fusion": False}
+    model = gact_fx.compile(layers, budget_bits=budget_bits, inductor_options=options)
+    with config.patch(force_disable_caches=True):
+        for _ in range(2):
+            model(torch.randn(64, 16)).sum().backward()
+    assert seen and set(seen) == {(7, False)}
+
+
+def test_backend_by_name_takes_a_mode_and_names_what_is_not_its_own() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    compiled = torch.compile(lambda x: x.tanh().square().sum(), backend="gact", mode="reduce-overhead")
+    for _ in range(2):
+        compiled(x).backward()
+    for name in ("dynamic", "fullgraph"):
+        with pytest.raises(Exception, match=f"beside backend='gact', give {name} to torch.compile itself"):
+            torch.compile(lambda x: x.sin(), backend="gact", options={name: True})(x)

@@ -1,6 +1,7 @@
 import pytest
 
 from gact_fx import Config
+from gact_fx.config import MODES
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,15 @@ from gact_fx import Config
         ({"profile_every": 0}, "profile_every must be a positive whole number of steps, or None, got 0"),
         ({"profile_draws": 0}, "profile_draws must be a whole number"),
         ({"seed": -1}, "seed must be a whole number"),
+        ({"dynamic": "yes"}, r"dynamic must be one of \(None, False, True\), got 'yes'"),
+        ({"dynamic": 1}, r"dynamic must be one of \(None, False, True\), got 1"),
+        ({"fullgraph": None}, r"fullgraph must be one of \(False, True\), got None"),
+        ({"mode": "fast"}, "mode must be None or one of .*'max-autotune'.*, got 'fast'"),
+        ({"mode": "max-autotune", "inner": "eager"}, "mode is for inner='inductor', got inner='eager'"),
+        ({"inductor_options": {}, "inner": "eager"}, "inductor_options is for inner='inductor'"),
+        ({"inductor_options": 3}, "inductor_options must map options to values, got 3"),
+        ({"inductor_options": {"max_autotun": True}}, "unknown option 'max_autotun' in inductor_options"),
+        ({"inductor_options": {"custom_partitioner_fn": None}}, "unknown option 'custom_partitioner_fn'"),
         ({"bits": 4}, "unknown option 'bits'; the options are adaptive, budget_bits"),
     ],
 )
@@ -52,3 +62,17 @@ def test_levels() -> None:
 def test_levels_that_do_not_exist(level: str) -> None:
     with pytest.raises(ValueError, match=f"level .*'?{level}"):
         Config.from_level(level)
+
+
+def test_a_mode_stands_for_options_of_inductor() -> None:
+    """The names are those of torch.compile, which may get others."""
+    from torch._inductor import list_mode_options
+
+    assert set(MODES) <= set(list_mode_options())
+    config = Config(mode="max-autotune", inductor_options={"epilogue_fusion": False, "max_autotune": False})
+    assert config.inductor_patches == {
+        **list_mode_options("max-autotune"),
+        "epilogue_fusion": False,
+        "max_autotune": False,
+    }
+    assert Config().inductor_patches == {} and hash(config) == hash(Config(mode="max-autotune"))
