@@ -17,7 +17,7 @@ from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
 from gact_fx.recorder import Recorder
 from gact_fx.report import Report
-from gact_fx.session import Session
+from gact_fx.session import Session, log
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 _ATTRIBUTE = "_gact_fx_session"
@@ -79,8 +79,9 @@ def compile(
             loss_fn = loss_fn or default_loss
             with unchanged(modules_of(model) + modules_of(loss_fn)):
                 profile_batches(target.model, session, recorder, sample_batches, loss_fn, target.uncompiled())
-        except BaseException:
+        except BaseException as error:
             target.restore()
+            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
             raise
     return cast(Model, target.model)
 

@@ -77,6 +77,7 @@ def profiling_backend(session: Session) -> Backend:
     """Profiles the first training steps, and then makes the session's plan."""
     recorder = Recorder(session.learn_from, every=1)
     session.on_plan.append(recorder.stop)
+    session.on_failure.append(recorder.stop)
     return Backend(session, interpreted=True, recorder=recorder)
 
 
@@ -90,7 +91,7 @@ class Training:
     def __init__(
         self,
         session: Session,
-        compile: Callable[[Backend], Callable[..., Any]],
+        compile: Callable[[Backend | str], Callable[..., Any]],
         use: Callable[[Callable[..., Any]], None],
     ) -> None:
         self._session = session
@@ -103,6 +104,7 @@ class Training:
         # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
         self._recorder = Recorder(session.learn_from, max(every, 2), 2, self._switch) if every else None
         session.on_plan.append(self.follow_plan)
+        session.on_failure.append(lambda: use(compile(uncompressed(session.config.inner))))
 
     def follow_plan(self) -> None:
         """Run the session's plan from now on."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,10 +72,9 @@ class Recorder:
             if in_backward() and self._waiting.get(key):
                 return run(arguments)
             self._enter(key)
-            if self._tape is None:
-                return run(arguments)
-            inputs = list(arguments)
-            outputs = run(arguments)
+            inputs = list(arguments) if self._tape is not None else []
+            with self._abandoning():
+                outputs = run(arguments)
             if self._tape is not None:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
@@ -88,7 +88,8 @@ class Recorder:
             inputs = []
             if self._tape is not None:
                 inputs = self._tape.record_backward(key, pair, analysis, arguments)
-            result = run(arguments)
+            with self._abandoning():
+                result = run(arguments)
             if self._every is None:
                 return result
             if self._tape is not None:
@@ -132,6 +133,21 @@ class Recorder:
                 known = self._gradients.get(leaf)
                 gradient = gradient.detach()
                 self._gradients[leaf] = gradient.clone() if known is None else known + gradient
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Forget the step in which an exception is raised, so that the next one is recorded in its place."""
+        try:
+            yield
+        except BaseException as error:
+            if self._every is not None and not self._stopped:
+                if self._tape is not None:
+                    name = type(error).__name__
+                    log.warning("%s in a step that was to be profiled; the next step takes its place", name)
+                self._tape, self._gradients = None, {}
+                self._waiting, self._has_gradients = {}, False
+                self._begun -= 1
+            raise
 
     def _finish(self) -> None:
         steps, gradients = self._steps(), self._gradients

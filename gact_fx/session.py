@@ -35,6 +35,8 @@ log = logging.getLogger("gact_fx")
 PROFILE_BITS = 8
 # Steps in training until a plan is made without knowing how much the gradient varies.
 MAX_STEPS_WAITED = 8
+# Steps in training that may fail to be profiled before the first plan is given up.
+MAX_FAILURES = 3
 # Re-planning costs a compilation, and must bring the predicted variance down by this much.
 WORTHWHILE = 0.95
 
@@ -76,7 +78,7 @@ class GraphProfile:
 class Session:
     """State of one compiled model, from the first sample to the running plan.
 
-    The functions in ``on_plan`` are called whenever a plan is made.
+    The functions in ``on_plan`` are called whenever a plan is made, those in ``on_failure`` if there will be none.
     """
 
     def __init__(self, config: Config, model: str = "", plan: Plan | None = None) -> None:
@@ -93,8 +95,10 @@ class Session:
         self.progress: Callable[[int], None] = lambda count: None
         self.announce: Callable[[int], None] = lambda count: None
         self.on_plan: list[Callable[[], None]] = []
+        self.on_failure: list[Callable[[], None]] = []
         self._last_gradients: LeafGradients = {}
         self._steps_waited = 0
+        self._failures = 0
 
     def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
         """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
@@ -164,10 +168,29 @@ class Session:
             )  # fmt: skip
             self.config = replace(self.config, max_gradient_noise=None)
         self._last_gradients = {}
+        known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
+        try:
+            if self.measure(steps) and self.profiles:
+                self.make_plan()
+        except BaseException as error:
+            self.profiles = known
+            self._report_failure(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _report_failure(self, error: BaseException) -> None:
+        """Say that a step of training could not be profiled, and how training goes on."""
+        # Out of memory may be a matter of one batch; what fails again and again costs time in every step.
+        self._failures += isinstance(error, Exception)
+        gives_up = self.plan is None and self._failures == MAX_FAILURES
+        outcome = "training goes on uncompressed" if gives_up else "the next step is profiled instead"
         if self.plan is not None:
-            self.profiles = {}
-        if self.measure(steps) and self.profiles:
-            self.make_plan()
+            outcome = "training goes on with the plan it has"
+        lines = str(error).strip().splitlines() or [""]
+        log.warning("profiling a training step failed with %s: %s; %s", type(error).__name__, lines[0], outcome)
+        if gives_up:
+            for call in self.on_failure:
+                call()
 
     def make_plan(self) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on."""
