@@ -2,7 +2,8 @@
 
 Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
 2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known; so
-is ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another.
+are ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another,
+and ``torch._dynamo.eval_frame._stance``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace()
     return call
+
+
+def is_forced_eager() -> bool:
+    """Whether the caller has asked for eager PyTorch, by ``torch.compiler.set_stance("force_eager")``."""
+    return bool(torch._dynamo.eval_frame._stance.stance == "force_eager")
 
 
 def in_backward() -> bool:

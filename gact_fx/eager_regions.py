@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from gact_fx.autograd_nodes import Treatment, Use, nodes_of, saved_by, treatment
 from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.dynamo import is_forced_eager
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
@@ -104,11 +105,13 @@ class EagerRegions:
         self.latest: tuple[EagerTensor, ...] = ()
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks of its own."""
+        """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks of its own, or asked for eager."""
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling() or _top_hooks():
+            if not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            if _top_hooks() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self._call = current = _Call(sys._getframe(), lambda: [*self._owned(), *inputs])
