@@ -2,8 +2,8 @@
 
 Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
 2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known; so
-are ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another,
-and ``torch._dynamo.eval_frame._stance``.
+are ``torch._dynamo.eval_frame._stance`` and ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint``
+itself tells one backward pass from another.
 """
 
 from __future__ import annotations

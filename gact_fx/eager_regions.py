@@ -105,7 +105,7 @@ class EagerRegions:
         self.latest: tuple[EagerTensor, ...] = ()
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks of its own, or asked for eager."""
+        """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks or asked for eager."""
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
