@@ -75,7 +75,7 @@ class Switch:
         """Run ``compiled`` from the next call on."""
         self._next = compiled
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def current(self) -> Callable[..., Any]:
         """What to run now. Dynamo must not trace the choice."""
         if self._running is None or not in_backward():
