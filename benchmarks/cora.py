@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from activation_bytes import activation_bytes
 from machine import describe, save
+from real_data import cora
 
 import gact_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_on_cora import build, cora, step, train
+from train_on_cora import build, step, train
 
 
 def held(model: torch.nn.Module, data: Any) -> int:
