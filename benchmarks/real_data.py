@@ -1,18 +1,23 @@
-"""Real data for the benchmarks that train: a subset of CIFAR-10, and Shakespeare's plays as one text.
+"""Real data for the benchmarks that train: a subset of CIFAR-10, Shakespeare's plays as one text, the graph Cora.
 
 They are looked for in the folder that the environment variable GACT_FX_DATA names, else in ``shared/data`` beside the
 repository's folder: ``cifar10_subset.npz`` (x_train, x_test: uint8 images, N x 32 x 32 x 3; y_train, y_test: labels
-from 0 to 9) and ``tinyshakespeare.txt``. Nothing is downloaded.
+from 0 to 9), ``tinyshakespeare.txt``, and ``cora`` with planetoid's files (``ind.cora.x`` and so on). Nothing is
+downloaded.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
 
 VARIABLE = "GACT_FX_DATA"
 DEFAULT = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
@@ -44,3 +49,13 @@ def cifar10() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def tinyshakespeare() -> str:
     """One million characters, 65 different ones."""
     return find("tinyshakespeare.txt").read_text(encoding="utf-8")
+
+
+def cora() -> Data:
+    """The citation graph Cora with its public split: rows of word counts, each normalised to a sum of one."""
+    from torch_geometric.io import read_planetoid_data
+    from torch_geometric.transforms import NormalizeFeatures
+
+    folder = find("cora/ind.cora.x").parent
+    data: Data = NormalizeFeatures()(read_planetoid_data(str(folder), "cora"))
+    return data

@@ -152,7 +152,7 @@ def gact(
     Training(session, lambda backend: compile_apart(module, backend, generation=next(generations)), switch.use)
 
     def run(*arguments: Any) -> Any:
-        return switch(*arguments)
+        return switch.current()(*arguments)
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))

@@ -81,8 +81,13 @@ class Switch:
         """Run ``compiled`` from the next call on."""
         self._next = compiled
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def current(self) -> Callable[..., Any]:
+        """What to run now. Dynamo must not trace the choice."""
         if self._running is None or not in_backward():
             self._running = self._next
         assert self._running is not None
-        return self._running(*args, **kwargs)
+        return self._running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)

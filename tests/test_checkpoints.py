@@ -60,14 +60,23 @@ def test_a_loop_resumed_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
 
 
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(192, 32), nn.Tanh(), nn.Linear(32, 10))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x.flatten(1)), y)
+
+
 def test_the_state_dict_is_that_of_the_model_uncompiled(tmp_path: Path) -> None:
-    model = Mixed()
+    model = Small()
     keys = list(model.state_dict())
     compiled(model)
     train(model, adam(model), range(3))
-    assert list(model.state_dict()) == keys and type(model) is Mixed
+    assert list(model.state_dict()) == keys and type(model) is Small
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    plain = Mixed()
+    plain = Small()
     plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     model.train(False), plain.train(False)
     with torch.no_grad():
@@ -85,10 +94,10 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded]
 )
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [0, 2])
 def test_a_copy_is_not_compiled_and_says_so(copied: Any, steps: int) -> None:
     """As copies of what nn.Module.compile compiled are not; with the plan of the original it goes on as that does."""
-    model = compiled(Mixed())
+    model = compiled(Small())
     train(model, adam(model), range(steps))
     twin = copied(model)
     report = gact_fx.inspect(twin)
