@@ -10,6 +10,7 @@ from torch import nn
 
 from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.config import Config
+from gact_fx.distributed import Ranks, unwrapped, without_sync
 from gact_fx.dynamo import compile_apart, own_code
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
@@ -62,19 +63,21 @@ def compile(
         _check_plan(plan, config, name)
     session = Session(config, name, plan)
     target = _Target(model, session)
-    training = Training(session, target.compile, target.use)
+    ranks = Ranks(session, modules_of(model), target.use)
+    training = Training(session, target.compile, ranks.use)
     if config.budget_bits is None:
         target.use(target.compile(uncompressed(config.inner)))
     elif plan is not None:
         training.follow_plan()
     elif sample_batches is None:
-        target.use(target.compile(profiling_backend(session)))
+        ranks.use(target.compile(profiling_backend(session)))
     else:
-        recorder = Recorder(lambda steps, gradients: None)
+        recorder = Recorder(lambda steps, gradients: None, copies=lambda: session.is_sharded)
         target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
         try:
             loss_fn = loss_fn or default_loss
-            with unchanged(modules_of(model) + modules_of(loss_fn)):
+            reached = modules_of(model) + modules_of(loss_fn)
+            with unchanged(reached), without_sync(reached):
                 profile_batches(target.model, session, recorder, sample_batches, loss_fn, target.uncompiled())
         except BaseException as error:
             target.restore()
@@ -102,12 +105,12 @@ class _Target:
     """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
 
     def __init__(self, model: Any, session: Session) -> None:
-        self._original = model
+        self._original = unwrapped(model)
         self._generation = 0
         self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
-            self._before = model._compiled_call_impl
+            self._before = self._original._compiled_call_impl
             self._session_before = getattr(model, _ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
@@ -137,6 +140,7 @@ class _Target:
         if not isinstance(self._original, nn.Module):
             yield self._original
             return
+        # The module in DDP, not DDP: what is compared here is one rank's gradients.
         compiled, self._original._compiled_call_impl = self._original._compiled_call_impl, self._before
         try:
             yield self._original
@@ -148,9 +152,9 @@ class _Target:
         if isinstance(self._original, nn.Module):
             self._original._compiled_call_impl = self._before
             if self._session_before is None:
-                object.__delattr__(self._original, _ATTRIBUTE)
+                object.__delattr__(self.model, _ATTRIBUTE)
             else:
-                object.__setattr__(self._original, _ATTRIBUTE, self._session_before)
+                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
 
 
 class _CompiledFunction:
