@@ -35,7 +35,12 @@ def compile(
     """Compile ``model`` so that what forward keeps for backward is stored in ``budget_bits`` bits per element.
 
     A module is compiled in place and returned: its parameters, ``state_dict`` and class stay as they are. A plain
-    callable gives a compiled callable. The training loop needs no change.
+    callable gives a compiled callable. The training loop needs no change. Ranks that train together, in
+    DistributedDataParallel (around or inside of this call) or with ``fully_shard``, plan from what all of them measure.
+
+    An exception on a sample batch reaches the caller, and leaves the model as it was before the call. Where a step of
+    training cannot be profiled, the log says how training goes on: another step is the sample, or the plan there is
+    stays, or after three failures the model is uncompressed.
 
     Args:
         model: module or callable to train.
