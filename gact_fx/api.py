@@ -11,6 +11,7 @@ from torch import nn
 
 from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.config import Config
+from gact_fx.distributed import Ranks, unwrapped, without_sync
 from gact_fx.dynamo import Switch, compile_apart, own_code
 from gact_fx.eager_regions import EagerRegions
 from gact_fx.plan import Plan, model_fingerprint
@@ -37,7 +38,13 @@ def compile(
 
     A module is compiled in place and returned: its parameters, ``state_dict`` and class stay as they are. A plain
     callable gives a compiled callable. The training loop needs no change. Copies of the module (``copy.deepcopy``,
-    ``pickle``, ``torch.save``) keep the plan, and run uncompressed until they are compiled with it.
+    ``pickle``, ``torch.save``) keep the plan, and run uncompressed until they are compiled with it. Ranks that train
+    together, in DistributedDataParallel (around or inside of this call) or with ``fully_shard``, plan from what all of
+    them measure.
+
+    An exception on a sample batch reaches the caller, and leaves the model as it was before the call. Where a step of
+    training cannot be profiled, the log says how training goes on: another step is the sample, or the plan there is
+    stays, or after three failures the model is uncompressed.
 
     Args:
         model: module or callable to train.
@@ -65,19 +72,21 @@ def compile(
         _check_plan(plan, config, name)
     session = Session(config, name, plan)
     target = _Target(model, session)
-    training = Training(session, target.compile, target.use)
+    ranks = Ranks(session, modules_of(model), target.use)
+    training = Training(session, target.compile, ranks.use)
     if config.budget_bits is None:
         target.use(target.compile(uncompressed(config.inner)))
     elif plan is not None:
         training.follow_plan()
     elif sample_batches is None:
-        target.use(target.compile(profiling_backend(session)))
+        ranks.use(target.compile(profiling_backend(session)))
     else:
-        recorder = Recorder(lambda steps, gradients: None)
+        recorder = Recorder(lambda steps, gradients: None, copies=lambda: session.is_sharded)
         target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
         try:
             loss_fn = loss_fn or default_loss
-            with unchanged(modules_of(model) + modules_of(loss_fn)):
+            reached = modules_of(model) + modules_of(loss_fn)
+            with unchanged(reached), without_sync(reached):
                 profile_batches(target.model, session, recorder, sample_batches, loss_fn, target.uncompiled())
         except BaseException as error:
             target.restore()
@@ -111,14 +120,14 @@ class _Target:
     """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
 
     def __init__(self, model: Any, session: Session) -> None:
-        self._original = model
+        self._original = unwrapped(model)
         self._config = session.config
         self._generation = 0
         self._switch = Switch()
         self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
-            self._before = model._compiled_call_impl
+            self._before = self._original._compiled_call_impl
             self._session_before = getattr(model, _ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
@@ -159,6 +168,7 @@ class _Target:
         if not isinstance(self._original, nn.Module):
             yield self._original
             return
+        # The module in DDP, not DDP: what is compared here is one rank's gradients.
         compiled, self._original._compiled_call_impl = self._original._compiled_call_impl, self._before
         try:
             yield self._original
@@ -170,9 +180,9 @@ class _Target:
         if isinstance(self._original, nn.Module):
             self._original._compiled_call_impl = self._before
             if self._session_before is None:
-                object.__delattr__(self._original, _ATTRIBUTE)
+                object.__delattr__(self.model, _ATTRIBUTE)
             else:
-                object.__setattr__(self._original, _ATTRIBUTE, self._session_before)
+                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
 
 
 class _CompiledFunction:

@@ -75,7 +75,8 @@ def uncompressed(inner: str) -> str:
 
 def profiling_backend(session: Session) -> Backend:
     """Profiles the first training steps, and then makes the session's plan."""
-    recorder = Recorder(session.learn_from, every=1)
+    counts, copies = lambda: session.in_step, lambda: session.is_sharded
+    recorder = Recorder(session.learn_from, every=1, counts=counts, copies=copies)
     session.on_plan.append(recorder.stop)
     session.on_failure.append(recorder.stop)
     return Backend(session, interpreted=True, recorder=recorder)
@@ -102,12 +103,15 @@ class Training:
         self._is_profiling = False
         every = session.config.profile_every
         # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
-        self._recorder = Recorder(session.learn_from, max(every, 2), 2, self._switch) if every else None
+        counts, copies = lambda: session.in_step, lambda: session.is_sharded
+        self._recorder = Recorder(session.learn_from, max(every, 2), 2, self._switch, counts, copies) if every else None
         session.on_plan.append(self.follow_plan)
         session.on_failure.append(lambda: use(compile(uncompressed(session.config.inner))))
 
     def follow_plan(self) -> None:
         """Run the session's plan from now on."""
+        if self._recorder is not None:
+            self._recorder.restart()
         self._planned = self._compile(Backend(self._session, recorder=self._recorder))
         self._use(self._planned)
 

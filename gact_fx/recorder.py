@@ -13,7 +13,7 @@ from gact_fx.aot import GraphPair
 from gact_fx.dynamo import in_backward
 from gact_fx.inner import Compiled, boxed
 from gact_fx.records import GraphAnalysis
-from gact_fx.tape import MAX_WAITING, Step, Tape
+from gact_fx.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")
 # What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
@@ -27,7 +27,8 @@ class Recorder:
     A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
     has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
     recorded; with ``every`` None none, until `start` is called, and then until `take`. ``on_next`` hears in every
-    step's first backward pass whether the next step is an ``every``-th one.
+    step's first backward pass whether the next step is an ``every``-th one. Forward passes begin no step while
+    ``counts()`` is False. ``copies()``: whether parameters are gone after backward, so that they are to be copied.
     """
 
     def __init__(
@@ -36,9 +37,13 @@ class Recorder:
         every: int | None = None,
         consecutive: int = 1,
         on_next: Callable[[bool], None] = lambda is_due: None,
+        counts: Callable[[], bool] = lambda: True,
+        copies: Callable[[], bool] = lambda: False,
     ) -> None:
         self._on_step = on_step
         self._on_next = on_next
+        self._counts = counts
+        self._copies = copies
         self._every = every
         self._consecutive = consecutive
         self._tape: Tape | None = None
@@ -59,6 +64,10 @@ class Recorder:
         steps = self._steps()
         self.start()
         return steps
+
+    def restart(self) -> None:
+        """Count steps from the next one on."""
+        self._begun = 0
 
     def stop(self) -> None:
         """Record nothing any more."""
@@ -87,7 +96,8 @@ class Recorder:
         def call(arguments: list[Any]) -> Any:
             inputs = []
             if self._tape is not None:
-                inputs = self._tape.record_backward(key, pair, analysis, arguments)
+                lasting = with_copies(pair, analysis, arguments) if self._copies() else arguments
+                inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = run(arguments)
             if self._every is None:
@@ -102,7 +112,7 @@ class Recorder:
         return boxed(call)
 
     def _enter(self, key: int) -> None:
-        if self._every is None or self._stopped:
+        if self._every is None or self._stopped or not self._counts():
             return
         # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
         if self._has_gradients and key in self._waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,12 @@ from gact_fx.driver import Driver, Stage
 from gact_fx.eager_regions import EagerRegions
 from gact_fx.gradients import are_finite, squared_norm
 from gact_fx.graph_edit import copy_module
+from gact_fx.graph_profile import GraphProfile
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
 from gact_fx.recorder import LeafGradients
-from gact_fx.records import Eligibility, GraphAnalysis, SavedTensor, Sensitivity
+from gact_fx.records import Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
 from gact_fx.tape import Step
@@ -55,26 +56,6 @@ class GraphRecord:
     stages: tuple[Stage, ...]
 
 
-@dataclass
-class GraphProfile:
-    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step."""
-
-    analysis: GraphAnalysis
-    found: dict[str, list[Sensitivity]] = field(default_factory=dict)
-    runs: int = 1
-
-    def add(self, analysis: GraphAnalysis, sensitivities: dict[str, Sensitivity]) -> None:
-        """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
-        for tensor in analysis.saved:
-            if tensor.name in sensitivities:
-                self.found.setdefault(tensor.key, []).append(sensitivities[tensor.name])
-
-    def tensors(self) -> GraphTensors:
-        """What the budget is shared out among."""
-        means = {key: Sensitivity.mean(values) for key, values in self.found.items()}
-        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means, self.runs)
-
-
 class Session:
     """State of one compiled model, from the first sample to the running plan.
 
@@ -99,6 +80,12 @@ class Session:
         self._last_gradients: LeafGradients = {}
         self._steps_waited = 0
         self._failures = 0
+        self.has_failed = False
+        # Whether what runs now counts as a step of training, and what is to be done with a step that was measured.
+        self.in_step = True
+        # Whether the parameters are there only while forward and backward read them (``fully_shard``).
+        self.is_sharded = False
+        self.on_sample: Callable[[], object] = self.make_plan
 
     def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
         """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
@@ -171,7 +158,7 @@ class Session:
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
         try:
             if self.measure(steps) and self.profiles:
-                self.make_plan()
+                self.on_sample()
         except BaseException as error:
             self.profiles = known
             self._report_failure(error)
@@ -182,15 +169,20 @@ class Session:
         """Say that a step of training could not be profiled, and how training goes on."""
         # Out of memory may be a matter of one batch; what fails again and again costs time in every step.
         self._failures += isinstance(error, Exception)
-        gives_up = self.plan is None and self._failures == MAX_FAILURES
+        gives_up = self.plan is None and self._failures >= MAX_FAILURES
         outcome = "training goes on uncompressed" if gives_up else "the next step is profiled instead"
         if self.plan is not None:
             outcome = "training goes on with the plan it has"
         lines = str(error).strip().splitlines() or [""]
         log.warning("profiling a training step failed with %s: %s; %s", type(error).__name__, lines[0], outcome)
         if gives_up:
-            for call in self.on_failure:
-                call()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Train uncompressed from now on."""
+        self.has_failed = True
+        for call in self.on_failure:
+            call()
 
     def make_plan(self) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on."""
@@ -200,9 +192,13 @@ class Session:
         if before is not None and not _is_better(plan, before, graphs):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return self.plan
-        self.plan = plan
         # A given plan that was made anew may meet graphs that it does not know, like any other.
         self.plan_was_given = False
+        return self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> Plan:
+        """Run ``plan`` from now on."""
+        self.plan = plan
         self.records, self.run_counts = [], RunCounts()
         total = sum(len(graph.tensors) for graph in plan.graphs)
         log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))

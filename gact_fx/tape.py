@@ -61,6 +61,13 @@ def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str
     return found
 
 
+def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of a backward graph with parameters, and what shares their memory, copied."""
+    parameters = {tensor.name for tensor in analysis.saved if tensor.owner == "parameter"}
+    slots = pair.backward.graph.find_nodes(op="placeholder")
+    return [value.clone() if slot.name in parameters else value for slot, value in zip(slots, arguments, strict=True)]
+
+
 # Address, number of elements, and version: an operator in place changes the last of these alone.
 _Identity = tuple[int, int, int]
 
