@@ -1,0 +1,99 @@
+"""Autocast with and without a gradient scaler, and models of other precisions. The oracle is eager autograd."""
+
+import copy
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+
+X = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
+HALVES = [torch.bfloat16, torch.float16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(F.gelu(self.b(torch.tanh(self.a(x)))))  # type: ignore[no-any-return]
+
+
+def compiled(model: nn.Module, inner: str = "eager") -> nn.Module:
+    return gact_fx.compile(model, budget_bits=8, min_elements=64, inner=inner)
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    model = Net()
+    reference = copy.deepcopy(model)
+    return compiled(model), reference
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
+def test_a_model_of_another_precision(dtype: torch.dtype) -> None:
+    model = Net().to(dtype)
+    reference = copy.deepcopy(model)
+    compiled(model)
+    for _ in range(2):
+        for each in (model, reference):
+            each.zero_grad()
+            each(X.to(dtype)).float().square().mean().backward()
+        assert relative_error(gradients_of(model), gradients_of(reference)) < 0.02
+    assert any(row.encoding == "quantize" and row.dtype in str(dtype) for row in gact_fx.inspect(model).rows)
+
+
+def autocast_loss(model: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast("cpu", dtype):
+        return model(X).float().square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "off"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_autocast(dtype: torch.dtype, recompute: str) -> None:
+    model = Net()
+    reference = copy.deepcopy(model)
+    gact_fx.compile(model, budget_bits=8, min_elements=64, inner="eager", recompute=recompute)
+    for _ in range(2):
+        for each in (model, reference):
+            each.zero_grad()
+            autocast_loss(each, dtype).backward()
+        assert relative_error(gradients_of(model), gradients_of(reference)) < 0.02
+    rows = gact_fx.inspect(model).rows
+    assert any(row.encoding == "quantize" and row.dtype in str(dtype) for row in rows)
+    # Casts of weights are made again from the weights.
+    shapes = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
+    assert not any(row.encoding == "quantize" and tuple(row.shape) in shapes for row in rows)
+
+
+def test_a_gradient_scaler_that_starts_too_high() -> None:
+    """Its first steps overflow, also those that would be profiled; both models skip the same ones."""
+    model, reference = pair()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**28, growth_interval=4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (model, reference)]
+    overflows = 0
+    for _ in range(24):
+        found = []
+        for each, scaler, optimizer in zip((model, reference), scalers, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(autocast_loss(each, torch.float16)).backward()
+            scaler.unscale_(optimizer)
+            found.append(gradients_of(each))
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        if all(gradient.isfinite().all() for gradient in found[1]):
+            assert relative_error(*found) < 0.02
+        else:
+            overflows += 1
+            assert not all(gradient.isfinite().all() for gradient in found[0])
+        reference.load_state_dict(model.state_dict())
+    assert 2 < overflows < 20
+    assert gact_fx.inspect(model).ratio > 1.5
