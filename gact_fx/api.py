@@ -107,7 +107,7 @@ def inspect(model: Callable[..., Any]) -> Report:
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
-    if isinstance(model, nn.Module) and not isinstance(model._compiled_call_impl, Switch):
+    if isinstance(model, nn.Module) and not isinstance(unwrapped(model)._compiled_call_impl, Switch):
         note = (
             "this copy of a compiled model is not compiled: gact_fx.compile(copy, plan=gact_fx.inspect(copy).plan) "
             "has it run as the original does"

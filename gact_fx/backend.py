@@ -38,7 +38,7 @@ class Backend:
         found: list[GraphRecord] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-            upstream = _upstream(module, example_inputs)
+            upstream = _upstream(module, example_inputs, session)
             pair = session.cut(
                 joint, lambda graph, mark: partition(graph, joint_inputs, upstream, mark=mark, **options)
             )
@@ -65,6 +65,8 @@ class Backend:
                 module, example_inputs, cut,
                 inner=config.inner, cache_key=key, patches=config.inductor_patches, interpret=watch,
             )  # fmt: skip
+        if self._interpreted and session.eager_regions is not None:
+            run = session.eager_regions.watch_inputs(run)
         return refuse_double_backward(outside_hooks(run))
 
 
@@ -162,9 +164,18 @@ def gact(
     return cast(Compiled, torch.compiler.disable(run, recursive=False))
 
 
-def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[[int], bool]:
-    """Whether flat input i is an activation of an earlier graph: it requires grad, and somebody computed it."""
+def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[[int], bool]:
+    """Whether flat input i is an activation of an earlier graph (it requires grad, and somebody computed it), or what
+    eager PyTorch made for this graph alone.
+    """
+    regions = session.eager_regions
+
+    def is_upstream(x: object) -> bool:
+        if not isinstance(x, torch.Tensor):
+            return False
+        return not x.is_leaf if x.requires_grad else regions is not None and regions.is_intermediate(x)
+
     # Parameters that Dynamo left inside the module come first among AOTAutograd's inputs.
     offset = len(list(module.parameters())) + len(list(module.buffers()))
-    flags = [isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in example_inputs]
+    flags = [is_upstream(x) for x in example_inputs]
     return lambda index: 0 <= index - offset < len(flags) and flags[index - offset]

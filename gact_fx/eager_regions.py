@@ -57,6 +57,7 @@ class _Held:
         self.value: torch.Tensor | Packed = tensor
         self.place: Hashable = None
         self.treatment = Treatment.EXACT
+        self.scale: torch.Tensor | None = None
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.version = tensor._version
@@ -72,6 +73,8 @@ class _Held:
                 )
             return self.value
         found = self.value.unpack()
+        if self.scale is not None:
+            return found * self.scale
         if self.treatment is Treatment.SIGN:
             return found.to(self.dtype)
         return found.log_() if self.treatment is Treatment.EXPONENTIAL else found
@@ -102,6 +105,8 @@ class EagerRegions:
         self._pack_hook = torch.compiler.disable(self._pack)
         self._pack_hook.regions = self
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, _Held.read)
+        # Shape and dtype of what several graphs of one forward pass save.
+        self._shared: set[tuple[torch.Size, torch.dtype]] = set()
         self.latest: tuple[EagerTensor, ...] = ()
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +127,34 @@ class EagerRegions:
                 self._call = None
             if current.saved:
                 self._settle(current, result)
+            return result
+
+        return call
+
+    def is_intermediate(self, x: torch.Tensor) -> bool:
+        """Whether a graph's input was made by eager PyTorch in this forward pass, and no other graph saves it.
+
+        Such a tensor (an edge index with self-loops, say) is held by the graph alone that saves it.
+        """
+        if self._call is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
+            return False
+        return not self._call.is_owned(x) and (x.shape, x.dtype) not in self._shared
+
+    def watch_inputs(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, a compiled graph, noting which of its inputs other graphs save, too."""
+
+        @functools.wraps(run)
+        def call(*arguments: Any) -> Any:
+            call, inputs = self._call, [x for x in arguments if isinstance(x, torch.Tensor)]
+            read = {x.untyped_storage()._cdata: x for x in inputs if not x.requires_grad and self.is_intermediate(x)}
+            result = run(*arguments)
+            # A graph without a backward pass saves nothing.
+            if call is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(result)):
+                for storage, x in read.items():
+                    known = call.graph_inputs.get(storage)
+                    if known is not None and not known.expired():
+                        self._shared.add((x.shape, x.dtype))
+                    call.graph_inputs[storage] = StorageWeakRef(x.untyped_storage())
             return result
 
         return call
@@ -160,13 +193,16 @@ class EagerRegions:
         if use.treatment is Treatment.EXACT or is_expanded(x):
             return
         held.treatment = use.treatment
+        held.scale = _scale_of_mask(x) if use.node == "MulBackward0" else None
         key = (use.treatment, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:
             seed = slot_seed(self._seed, "eager", str(len(call.codes)))
             rounding = "stochastic" if _producer(x) in _SPARSE else "dither"
-            if use.treatment is Treatment.SIGN:
+            if held.scale is not None:
+                code = pack_in(x.detach() != 0, 1, seed)
+            elif use.treatment is Treatment.SIGN:
                 code = pack_in(~(x.detach() <= 0), 1, seed)
             elif use.treatment is Treatment.EXPONENTIAL:
                 code = pack_in(x.detach().exp(), self._bits, seed)
@@ -211,6 +247,7 @@ class _Call:
         # With the bytes of the tensor's storage, counted with the first tensor that lies in it.
         self.saved: list[tuple[_Held, int]] = []
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
+        self.graph_inputs: dict[int, StorageWeakRef] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         self._owned = owned
 
@@ -273,6 +310,14 @@ def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
 def _top_hooks() -> Any:
     """The innermost saved-tensor hooks, None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:
+    """The one value beside 0 in ``x``, None if there are several: dropout multiplies by such a mask."""
+    if x.requires_grad or x.dtype is torch.bool:
+        return None
+    scale = x.max()
+    return scale if torch.equal(x, (x != 0) * scale) else None
 
 
 def _producer(x: torch.Tensor) -> str:

@@ -72,7 +72,8 @@ class Eligibility:
     ``"keep"``. ``masks`` names the backward nodes whose exact
     boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
     memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
-    ``min_bits`` is the least width at which its error stays in proportion.
+    ``min_bits`` is the least width at which its error stays in proportion. Integers are packed modulo ``modulus`` if
+    there is one: they index something of that size, where i and i - modulus are the same.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Eligibility:
     instead: str = ""
     standardization: Standardization | None = None
     min_bits: int = 1
+    modulus: int | None = None
     # False where its masks travel in its blob.
     exact_allowed: bool = True
     # False where only the masks are read in backward, so that no value needs storing.

@@ -1,9 +1,10 @@
-"""Bound the indices that an operator returns, so that they can be packed into a few bits."""
+"""Bound the indices that operators return or take, so that they can be packed into a few bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -36,13 +37,98 @@ _IN_PLANE: dict[Any, int] = {
     aten.adaptive_max_pool3d.default: 3,
     aten.fractional_max_pool2d.default: 2,
 }
+# Operators that take positions along a dimension of their first argument, and fail where these lie outside: where the
+# dimension and the positions are among their arguments.
+_TAKES: dict[Any, tuple[int | None, int]] = {
+    aten.index_select.default: (1, 2),
+    aten.gather.default: (1, 2),
+    aten.scatter.src: (1, 2),
+    aten.scatter_add.default: (1, 2),
+    aten.scatter_reduce.two: (1, 2),
+    aten.index_add.default: (1, 2),
+    aten.embedding.default: (None, 1),
+}
+# The same, for a list of positions, of which negative ones count from the end.
+_WRAPPING = (
+    aten.index.Tensor, aten.index_put.default, aten._unsafe_index.Tensor, aten._unsafe_index_put.default,
+)  # fmt: skip
+_ALL_ELEMENTS = (
+    aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand, aten.permute, aten.t, aten.transpose,
+    aten.clone, aten.detach, aten.alias, aten.cat,
+)  # fmt: skip
 
 
-def index_limit(node: fx.Node) -> int | None:
-    """A number that every element of ``node`` is below, all being at least 0; None where none is known.
+@dataclass(frozen=True)
+class IndexRange:
+    """Elements lie in [0, ``limit``), or with ``wraps`` in [-``limit``, ``limit``), where i and i - limit are one."""
+
+    limit: int
+    wraps: bool = False
+
+
+def index_range(node: fx.Node) -> IndexRange | None:
+    """The range of the elements of ``node``, by what made them or else by what they index; None if not known.
 
     Sizes that vary from batch to batch bound nothing.
     """
+    limit = index_limit(node)
+    return IndexRange(limit) if limit is not None else _range_by_use(node)
+
+
+def _range_by_use(node: fx.Node) -> IndexRange | None:
+    """From operators that every element of ``node`` goes through, as an index."""
+    value = node.meta["val"]
+    rows: dict[int, IndexRange] = {}
+    found: list[IndexRange] = []
+    only_indexes = True
+    for user in node.users:
+        if user.op == "output":
+            continue
+        packet = getattr(user.target, "overloadpacket", None)
+        taken = _taken(user, node)
+        if taken is None and packet in _ALL_ELEMENTS:
+            taken = _range_by_use(user)
+        elif taken is None and user.target is aten.select.int and user.args[1] == 0:
+            row = _range_by_use(user)
+            if row is not None:
+                rows[user.args[2] % value.shape[0]] = row
+                continue
+        if taken is None:
+            only_indexes = False
+        else:
+            found.append(taken)
+    if not found and value.dim() and len(rows) == value.shape[0]:
+        found = [IndexRange(max(r.limit for r in rows.values()), any(r.wraps for r in rows.values()))]
+        if found[0].wraps and len({r.limit for r in rows.values()}) > 1:
+            return None
+    limits = {r.limit for r in found}
+    wraps = all(r.wraps for r in found)
+    if not found or (wraps and (len(limits) > 1 or not only_indexes)):
+        return None
+    return IndexRange(min(r.limit for r in found if wraps or not r.wraps), wraps)
+
+
+def _taken(user: fx.Node, index: fx.Node) -> IndexRange | None:
+    """What ``user`` requires of ``index``, None where it does not index by it."""
+    source = user.args[0] if user.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    shape = source.meta["val"].shape
+    size: Any
+    if user.target in _TAKES and user.args[_TAKES[user.target][1]] is index:
+        dimension = _TAKES[user.target][0]
+        size = shape[0 if dimension is None else user.args[dimension]]
+        return IndexRange(size) if isinstance(size, int) else None
+    if user.target in _WRAPPING:
+        positions = [i for i, each in enumerate(user.args[1]) if each is index]  # type: ignore[arg-type]
+        sizes = {shape[i] for i in positions}
+        size = sizes.pop() if len(sizes) == 1 else None
+        return IndexRange(size, wraps=True) if isinstance(size, int) else None
+    return None
+
+
+def index_limit(node: fx.Node) -> int | None:
+    """A number that every element which the operator ``node`` returns is below, all being at least 0, or None."""
     output: int | None = None
     if node.target is getitem:
         node, output = node.args[0], node.args[1]  # type: ignore[assignment]

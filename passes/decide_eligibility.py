@@ -11,7 +11,7 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.codec_layout import SOURCE_DTYPES
-from gact_fx.passes.bound_indices import index_limit
+from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import find_substitutes
@@ -80,9 +80,11 @@ def decide_eligibility(
     With ``trust_unknown``, also what operators read that gact_fx does not know.
     """
     sources = {value.name: value.source for value in pair.saved_values()}
+    slots = {value.name: value.placeholder for value in pair.saved_values()}
     sizes = SizeBuilder(pair.backward.graph)
     nodes = {node.name: node for node in pair.backward.graph.nodes}
-    bits = {t.name: _integer_bits(t, sources[t.name], min_elements) for t in saved}
+    ranges = {t.name: _index_range(t, sources[t.name], slots[t.name], min_elements) for t in saved}
+    bits = {name: _bits(found) for name, found in ranges.items()}
     reasons = {t.name: "" if bits[t.name] else _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
     while True:
         _refuse_shared(saved, reasons)
@@ -112,7 +114,8 @@ def decide_eligibility(
         if bits[name]:
             order = _order(tensor.stride, False)
             reason = "integers of a known range, packed exactly"
-            decisions.append(Eligibility(name, PACK, reason, order=order, min_bits=bits[name]))
+            modulus = found.limit if (found := ranges[name]) is not None and found.wraps else None
+            decisions.append(Eligibility(name, PACK, reason, order=order, min_bits=bits[name], modulus=modulus))
             continue
         if reasons[name]:
             decisions.append(Eligibility(name, KEEP, reasons[name]))
@@ -195,14 +198,23 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
     return ""
 
 
-def _integer_bits(tensor: SavedTensor, node: fx.Node, min_elements: int) -> int:
-    """Bits that hold every value of an integer tensor exactly, 0 where they are not known or save nothing."""
+def _index_range(tensor: SavedTensor, node: fx.Node, slot: fx.Node, min_elements: int) -> IndexRange | None:
+    """The range of an integer tensor's elements, None where it is not known or packing would save nothing."""
     is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
     if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
-        return 0
-    limit = index_limit(node)
-    bits = 0 if limit is None else max(limit - 1, 1).bit_length()
-    return bits if bits <= min(16, tensor.dtype.itemsize * 8 - 1) else 0
+        return None
+    found = index_range(node)
+    if found is not None and found.wraps:
+        # Read as anything but an index, -1 is not the last one.
+        in_backward = index_range(slot)
+        if in_backward is None or in_backward.limit != found.limit:
+            return None
+    return found if _bits(found) <= min(16, tensor.dtype.itemsize * 8 - 1) else None
+
+
+def _bits(found: IndexRange | None) -> int:
+    """Bits that hold every value exactly, 0 where none are known."""
+    return 0 if found is None else max(found.limit - 1, 1).bit_length()
 
 
 def _is_statistic(node: fx.Node) -> bool:

@@ -103,7 +103,10 @@ class _Editor:
     def save_integers(self, value: SavedValue, how: Eligibility) -> None:
         slot, original = value.placeholder, value.source.meta["val"]
         codec = (how.min_bits, *MASK_CODEC[1:])
-        blob = self._add_forward(compress, (self._in_order(value.source, how.order), *codec), f"{value.name}_blob")
+        integers = self._in_order(value.source, how.order)
+        if how.modulus is not None:
+            integers = self._add_forward(aten.remainder.Scalar, (integers, how.modulus), f"{value.name}_positive")
+        blob = self._add_forward(compress, (integers, *codec), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
         self._value_edits.append(lambda: self._load_values(value, slot, original, how, codec, []))
 
