@@ -27,6 +27,7 @@ _CHEAP = frozenset(
      aten.full, aten.full_like, aten.ones_like, aten.zeros_like, aten.scalar_tensor, aten.arange, aten.empty,
      aten.index, aten._unsafe_index, aten.gather, aten.index_select, aten.embedding, aten._to_copy}
 )  # fmt: skip
+_SCATTERS = frozenset({aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_put, aten.scatter})
 # By name: Inductor registers some of them when it is first used.
 _CHEAP_PRIMS = frozenset(
     {"convert_element_type", "iota", "broadcast_in_dim", "fma", "inductor_lookup_seed", "inductor_random",
@@ -54,7 +55,7 @@ def mark_recomputation(
         elif node.name in products:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         # What the user's own checkpointing has marked stays as it is.
-        elif recompute != "off" and not is_cheap(node) and "recompute" not in node.meta:
+        elif recompute != "off" and "recompute" not in node.meta and (not is_cheap(node) or _is_scattered_exp(node)):
             _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"
 
@@ -72,6 +73,18 @@ def is_cheap(node: fx.Node) -> bool:
     if node.target.namespace == "prims":
         return node.target._opname in _CHEAP_PRIMS
     return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _CHEAP
+
+
+def _is_scattered_exp(node: fx.Node) -> bool:
+    """Whether ``node`` is the exponential in a softmax over the edges of a graph, whose sum is a scatter.
+
+    It has few elements an edge, and is linear in backward; what it is computed from would have to be kept exact.
+    """
+    views = [user for user in node.users if user.target in (aten.view.default, aten.expand.default)]
+    users = [*node.users, *(user for view in views for user in view.users)]
+    return node.target is aten.exp.default and any(
+        getattr(user.target, "overloadpacket", None) in _SCATTERS for user in users
+    )
 
 
 def _draws(node: fx.Node) -> bool:
