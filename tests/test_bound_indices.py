@@ -10,9 +10,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import gact_fx
 from gact_fx.aot import GraphPair
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.passes import index_limit, insert_compression
+from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.plan import GraphPlan, TensorPlan
 
 aten = torch.ops.aten
@@ -109,3 +111,55 @@ def test_packed_indices_are_exact(trace: Trace, inner: str, dtype: torch.dtype, 
     assert blob.meta["val"].numel() <= found[0].numel * bits // 8 + 64
     for a, b in zip(run(pair, inputs), wanted, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+POSITIONS = torch.randint(0, 37, (2, 50))
+# name -> (function of x and of positions, what the positions are known to lie in)
+USES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], IndexRange | None]] = {
+    "index_select": (lambda x, i: x.index_select(0, i[0]) + x.index_select(0, i[1]), IndexRange(37)),
+    "one row alone": (lambda x, i: x.index_select(0, i[0]), None),
+    "gather": (lambda x, i: x.gather(0, i.view(5, 20)), IndexRange(37)),
+    "scatter": (lambda x, i: x[:2].sum() + torch.zeros(2, 40).scatter_add(1, i, x.flatten()[:100].view(2, 50)),
+                IndexRange(40)),
+    "index": (lambda x, i: x[i.flatten()], IndexRange(37, wraps=True)),
+    "index and comparison": (lambda x, i: x[i] * (i > 0)[..., None], None),
+    "index_select and comparison": (lambda x, i: x.index_select(0, i.flatten()) * (i > 0).view(-1, 1), IndexRange(37)),
+    "index of two sizes": (lambda x, i: x[i].sum() + x.T[i].sum(), None),
+    "index and index_select": (lambda x, i: x[i[0]] + x.index_select(0, i[1]), IndexRange(37, wraps=True)),
+    "after cat": (lambda x, i: x.index_select(0, torch.cat([i.flatten(), i.flatten()])), IndexRange(37)),
+    "arithmetic": (lambda x, i: x.index_select(0, i.flatten() // 2), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_positions_are_bounded_by_what_they_index(name: str) -> None:
+    function, expected = USES[name]
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.randn(MATRIX), POSITIONS).graph
+    assert index_range(graph.find_nodes(op="placeholder")[1]) == expected
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_positions_from_the_end_are_packed(inner: str) -> None:
+    """What eager PyTorch made for one graph is packed there; -1 must still be the last row."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(37, 32))
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return (self.weight.tanh()[self.shifted(i)] * torch.linspace(0, 1, len(i))[:, None]).sum()
+
+        @torch.compiler.disable
+        def shifted(self, i: torch.Tensor) -> torch.Tensor:
+            return i - 20
+
+    i, model = torch.arange(5000) % 37, Rows()
+    model(i).backward()
+    exact, model.weight.grad = model.weight.grad, None
+    gact_fx.compile(model, inner=inner, budget_bits=8, sample_batches=[(i,)])
+    model(i).backward()
+    (row,) = [row for row in gact_fx.inspect(model).rows if row.encoding == "pack"]
+    assert (row.bits, row.bytes_before) == (6, 8 * 5000) and row.bytes_after < 8 * 5000 / 9
+    assert model.weight.grad is not None and exact is not None
+    assert float((model.weight.grad - exact).norm() / exact.norm()) < 0.01

@@ -123,3 +123,18 @@ def test_constants_are_made_again(trace: Trace, inner: str, recompute: str) -> N
     pair = trace(lambda x: ((x @ V) * torch.arange(64.0).sin()).tanh().sum(), X, inner=inner, recompute=recompute)
     assert [tuple(node.meta["val"].shape) for node in saved(pair)] == [(64, 64)]
     assert "sin" in recomputed(pair)
+
+
+@INNER
+def test_softmax_over_edges_saves_its_exponential(trace: Trace, inner: str) -> None:
+    """What the exponential comes from has to be exact, and would be most of what is saved."""
+    edges = torch.randint(0, 16, (500,))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scores = (x @ V).sum(0)[:16].index_select(0, edges) * 0.1
+        exponential = scores.exp()
+        total = torch.zeros(16).scatter_add(0, edges, exponential)
+        return (exponential / total.index_select(0, edges)).square().sum()
+
+    kept = [str(node.target) for node in saved(trace(function, X, inner=inner, recompute="auto"))]
+    assert "aten.exp.default" in kept
