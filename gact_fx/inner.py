@@ -105,7 +105,7 @@ def _compile_eager(
     return backend(module, example_inputs)
 
 
-def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """Without ``x``, of which ``zeros_like`` reads the shape, so that it would be saved."""
     if not x.is_contiguous() or options.get("memory_format") not in (None, torch.preserve_format):
         return NotImplemented
