@@ -44,7 +44,7 @@ def _text() -> Batch:
 
 def _short_texts() -> Batch:
     """For loops over time, which are traced step by step."""
-    tokens = torch.randint(3, VOCABULARY, (4 * ROWS, SHORT))
+    tokens = torch.randint(3, VOCABULARY, (8 * ROWS, LENGTH // 8))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -223,17 +223,20 @@ def _graph_net(name: str, dropout: bool) -> Network:
 
 
 def _own_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    return model(**batch).loss
+    loss: torch.Tensor = model(**batch).loss
+    return loss
 
 
 def _contrastive_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    return model(**batch, return_loss=True).loss
+    loss: torch.Tensor = model(**batch, return_loss=True).loss
+    return loss
 
 
 def _boxes_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """In place of DETR's own loss, which assigns boxes to queries in SciPy."""
     output = model(**batch)
-    return output.logits.square().mean() + output.pred_boxes.square().mean()
+    loss: torch.Tensor = output.logits.square().mean() + output.pred_boxes.square().mean()
+    return loss
 
 
 def _node_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

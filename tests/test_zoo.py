@@ -25,3 +25,10 @@ def test_without_dropout_nothing_is_random(name: str) -> None:
         pytest.importorskip("torch_geometric", reason="the graph nets come from torch_geometric")
     first, second = (zoo.gradients(name, torch.float32) for _ in range(2))
     assert first and all(torch.equal(first[key], second[key]) for key in first.keys() | second.keys())
+
+
+def test_a_large_error_is_measured_again_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch_geometric", reason="the graph nets come from torch_geometric")
+    monkeypatch.setattr(zoo, "MAX_ERROR", -1.0)
+    error, floor, dtype = zoo._error("sage", "eager")
+    assert dtype is torch.float64 and floor < 1e-9 and 1e-9 < error < 0.02
