@@ -22,7 +22,7 @@ check: $(STAMP)
 	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py
 
 bench: $(STAMP)
-	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare; do \
+	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run; do \
 		$(BIN)/python benchmarks/$$b.py || exit 1; done
 	$(BIN)/python benchmarks/gradients.py --inner inductor
 	$(BIN)/python benchmarks/gradients.py --inner eager
