@@ -119,7 +119,7 @@ class EagerRegions:
             if _top_hooks() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = _Call(sys._getframe(), lambda: [*self._owned(), *inputs])
+            self._call = current = _Call(id(sys._getframe()), lambda: [*self._owned(), *inputs])
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
@@ -178,7 +178,7 @@ class EagerRegions:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
         stack: list[int] = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not call.frame:
+        while frame is not None and id(frame) != call.frame:
             self._code_objects[id(frame.f_code)] = frame.f_code
             stack += id(frame.f_code), frame.f_lasti
             frame = frame.f_back
@@ -239,9 +239,12 @@ class EagerRegions:
 
 
 class _Call:
-    """One forward pass: its outermost frame, and what was saved in it."""
+    """One forward pass: its outermost frame, by its id, and what was saved in it.
 
-    def __init__(self, frame: FrameType, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+    The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
+    """
+
+    def __init__(self, frame: int, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.frame = frame
         self.visits: Counter[Hashable] = Counter()
         # With the bytes of the tensor's storage, counted with the first tensor that lies in it.

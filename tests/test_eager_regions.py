@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -228,3 +229,18 @@ def test_nothing_is_held_after_backward() -> None:
     before = live()
     train(ours, batch)
     assert live() <= before
+
+
+def test_nothing_waits_for_the_collection_of_cycles() -> None:
+    ours, batch = compiled(Broken(lambda x: torch.relu(x) + x.exp()), budget_bits=4), torch.randn(128, 64)
+    train(ours, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = ours(batch)
+        result = weakref.ref(loss)
+        loss.backward()
+        del loss
+        assert result() is None
+    finally:
+        gc.enable()
