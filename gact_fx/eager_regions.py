@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ from gact_fx.dynamo import is_forced_eager
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
+log = logging.getLogger("gact_fx")
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
 # What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
@@ -131,7 +133,7 @@ class EagerRegions:
             if _top_hooks() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = _Call(id(sys._getframe()), lambda: [*self._owned(), *inputs])
+            self._call = current = _Call(id(sys._getframe()), inputs, self._owned)
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
@@ -227,15 +229,35 @@ class EagerRegions:
         held.value = code
 
     def _settle(self, call: _Call, result: Any) -> None:
-        """Learn what saved the tensors of places that were new, and store these tensors."""
-        if any(held.place is not None and held.place not in self._uses for held, _ in call.saved):
-            for node in nodes_of(result):
-                for attribute, held in saved_by(node):
-                    if isinstance(held, _Held) and isinstance(held.value, torch.Tensor) and held.place is not None:
-                        how = treatment(node, attribute, held.value)
-                        use = self._uses.setdefault(held.place, Use(node.name(), attribute, how))
-                        self._store(held, use, call)
+        """Learn what saved the tensors of places that were new, store these tensors, and see to it that what saved the
+        others is what is known.
+        """
+        waiting = sum(held.place is not None for held, _ in call.saved)
+        nodes = nodes_of(result, call.inputs) if waiting else iter(())
+        for node in nodes:
+            for attribute, held in saved_by(node):
+                if not isinstance(held, _Held) or held.place is None:
+                    continue
+                found = Use(node.name(), attribute, treatment(node, attribute, held.dtype))
+                use = self._uses.setdefault(held.place, found)
+                if isinstance(held.value, Packed):
+                    self._check(held, use, found)
+                else:
+                    self._store(held, use if use == found else replace(found, treatment=Treatment.EXACT), call)
+                waiting -= 1
+            if not waiting:
+                break
         self.latest = tuple(self._records(call))
+
+    def _check(self, held: _Held, use: Use, found: Use) -> None:
+        """Keep exact from now on what has been stored for another use than it has."""
+        if use.treatment in (found.treatment, Treatment.EXACT):
+            return
+        self._uses[held.place] = replace(found, treatment=Treatment.EXACT)
+        log.warning(
+            "eager PyTorch ran %s where it used to run %s: what it saves there has been rounded in this step, and is "
+            "kept exact from the next one on", found, use,
+        )  # fmt: skip
 
     def _records(self, call: _Call) -> Iterator[EagerTensor]:
         before: set[int] = set()
@@ -265,8 +287,9 @@ class _Call:
     The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
     """
 
-    def __init__(self, frame: int, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.frame = frame
+        self.inputs = inputs
         self.visits: Counter[Hashable] = Counter()
         # With the number of the tensor's storage in ``sizes``, which are in bytes.
         self.saved: list[tuple[_Held, int]] = []
@@ -279,7 +302,7 @@ class _Call:
     @functools.cached_property
     def owned(self) -> frozenset[int]:
         """Storages that are there anyway: parameters, buffers and the batch."""
-        plain = [x for x in self._owned() if x.layout is torch.strided]
+        plain = [x for x in (*self._owned(), *self.inputs) if x.layout is torch.strided]
         return frozenset(x.untyped_storage()._cdata for x in plain)
 
     def is_owned(self, x: torch.Tensor) -> bool:

@@ -323,3 +323,18 @@ def test_embeddings_are_activations() -> None:
     train(ours, torch.randint(50, (16, 32)))
     rows = {row.op: row for row in gact_fx.inspect(ours).rows if row.graph is None}
     assert rows["TanhBackward0.result"].encoding == rows["NativeLayerNormBackward0.input"].encoding == QUANTIZE
+
+
+def test_another_operator_at_a_known_place_is_kept_exact(caplog: pytest.LogCaptureFixture) -> None:
+    """Where codes are right for what one line used to run, and wrong for what it runs now, that is said and mended."""
+    operator = [torch.square]
+    model, batch = Broken(lambda x: operator[0](x.sigmoid() + 1e-3)), torch.randn(128, 64)
+    ours = compiled(model, budget_bits=8)
+    train(ours, batch)
+    operator[0] = torch.log
+    with caplog.at_level("WARNING", "gact_fx"):
+        train(ours, batch, 1)
+    assert "ran LogBackward0.self where it used to run PowBackward0.self" in caplog.text
+    train(ours, batch, 1)
+    (row,) = [row for row in gact_fx.inspect(ours).rows if row.op == "LogBackward0.self"]
+    assert row.encoding == KEEP
