@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +72,10 @@ _POSITIVE = {"ReluBackward0": "result", "LeakyReluBackward0": "self"}
 _PREFIX = "_raw_saved_"
 
 
-def treatment(node: Any, attribute: str, saved: torch.Tensor) -> Treatment:
-    """How ``saved``, which ``node`` reads as ``attribute``, may be stored."""
+def treatment(node: Any, attribute: str, dtype: torch.dtype) -> Treatment:
+    """How a tensor, which ``node`` reads as ``attribute``, may be stored."""
     name = node.name()
-    if saved.dtype is torch.bool:
+    if dtype is torch.bool:
         return Treatment.CODE
     if (name, attribute) == ("LogSoftmaxBackward0", "result"):
         return Treatment.EXPONENTIAL
@@ -86,10 +87,10 @@ def treatment(node: Any, attribute: str, saved: torch.Tensor) -> Treatment:
     return Treatment.CODE if attribute in _SMOOTH.get(name, ()) else Treatment.EXACT
 
 
-def nodes_of(result: Any) -> Iterator[Any]:
-    """The autograd nodes behind the tensors in a model's result, whatever it is made of, each once."""
+def nodes_of(result: Any, inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The autograd nodes between a model's inputs and the tensors in its result, whatever it is made of, each once."""
     stack = [tensor.grad_fn for tensor in _tensors(result)]
-    seen: set[Any] = set()
+    seen: set[Any] = {x.grad_fn for x in inputs}
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -101,15 +102,19 @@ def nodes_of(result: Any) -> Iterator[Any]:
 
 def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
     """What ``node`` saves, as hooks left it, with the name of the attribute that reads it."""
-    for name in dir(node):
-        if name.startswith(_PREFIX):
-            try:
-                saved = getattr(node, name)
-            except RuntimeError:
-                # Freed: the model ran backward through a Python function of its own inside forward.
-                return
-            for item in saved if isinstance(saved, tuple) else (saved,):
-                yield name.removeprefix(_PREFIX), item.data
+    for name in _attributes(type(node)):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            # Freed: the model ran backward through a Python function of its own inside forward.
+            return
+        for item in saved if isinstance(saved, tuple) else (saved,):
+            yield name.removeprefix(_PREFIX), item.data
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_PREFIX))
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

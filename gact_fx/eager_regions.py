@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,8 +31,14 @@ from gact_fx.dynamo import is_forced_eager
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
+log = logging.getLogger("gact_fx")
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
+# What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
+_COPIES = (
+    "ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "CloneBackward0", "ExpandBackward0", "AliasBackward0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ class _Held:
     """What the hook put in a saved tensor's place: the tensor itself, or codes from which it is made again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.value: torch.Tensor | Packed = tensor
+        # Detached: a node that saves its own result would otherwise hold itself, for ever if backward never runs.
+        self.value: torch.Tensor | Packed = tensor.detach()
+        self.producer = _producer(tensor)
+        self.requires_grad = tensor.requires_grad
         self.place: Hashable = None
         self.treatment = Treatment.EXACT
         self.scale: torch.Tensor | None = None
@@ -62,9 +72,13 @@ class _Held:
         self.dtype = tensor.dtype
         self.version = tensor._version
 
+    def is_modified(self) -> bool:
+        """Whether the tensor was written to after it was saved."""
+        return isinstance(self.value, torch.Tensor) and self.value._version != self.version
+
     def read(self) -> torch.Tensor:
         if not isinstance(self.value, Packed):
-            if self.value._version != self.version:
+            if self.is_modified():
                 # PyTorch's own check does not see through hooks.
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -119,7 +133,7 @@ class EagerRegions:
             if _top_hooks() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = _Call(sys._getframe(), lambda: [*self._owned(), *inputs])
+            self._call = current = _Call(id(sys._getframe()), inputs, self._owned)
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
@@ -166,7 +180,7 @@ class EagerRegions:
             return held
         if call.is_owned(x):
             return held
-        call.saved.append((held, call.count_storage(x)))
+        call.saved.append((held, call.number_of_storage(x)))
         if x.dtype in (*SOURCE_DTYPES, torch.bool) and x.numel() >= self._min_elements:
             held.place = self._place(x, call)
             use = self._uses.get(held.place)
@@ -178,7 +192,7 @@ class EagerRegions:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
         stack: list[int] = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not call.frame:
+        while frame is not None and id(frame) != call.frame:
             self._code_objects[id(frame.f_code)] = frame.f_code
             stack += id(frame.f_code), frame.f_lasti
             frame = frame.f_back
@@ -190,79 +204,113 @@ class EagerRegions:
         """Put codes in the place of a tensor, as ``use`` allows."""
         x = held.value
         assert isinstance(x, torch.Tensor)
-        if use.treatment is Treatment.EXACT or is_expanded(x):
+        # What was written to meanwhile is an error in backward, as without hooks.
+        if use.treatment is Treatment.EXACT or is_expanded(x) or held.is_modified():
             return
         held.treatment = use.treatment
-        held.scale = _scale_of_mask(x) if use.node == "MulBackward0" else None
-        key = (use.treatment, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        if use.node == "MulBackward0" and not held.requires_grad:
+            held.scale = _scale_of_mask(x)
+        is_mask = held.scale is not None
+        key = (use.treatment, is_mask, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:
             seed = slot_seed(self._seed, "eager", str(len(call.codes)))
-            rounding = "stochastic" if _producer(x) in _SPARSE else "dither"
-            if held.scale is not None:
-                code = pack_in(x.detach() != 0, 1, seed)
+            rounding = "stochastic" if held.producer in _SPARSE else "dither"
+            if is_mask:
+                code = pack_in(x != 0, 1, seed)
             elif use.treatment is Treatment.SIGN:
-                code = pack_in(~(x.detach() <= 0), 1, seed)
+                code = pack_in(~(x <= 0), 1, seed)
             elif use.treatment is Treatment.EXPONENTIAL:
-                code = pack_in(x.detach().exp(), self._bits, seed)
+                code = pack_in(x.exp(), self._bits, seed)
             else:
                 code = pack_in(x, self._bits, seed, rounding)
             call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
         held.value = code
 
     def _settle(self, call: _Call, result: Any) -> None:
-        """Learn what saved the tensors of places that were new, and store these tensors."""
-        if any(held.place is not None and held.place not in self._uses for held, _ in call.saved):
-            for node in nodes_of(result):
-                for attribute, held in saved_by(node):
-                    if isinstance(held, _Held) and isinstance(held.value, torch.Tensor) and held.place is not None:
-                        how = treatment(node, attribute, held.value)
-                        use = self._uses.setdefault(held.place, Use(node.name(), attribute, how))
-                        self._store(held, use, call)
+        """Learn what saved the tensors of places that were new, store these tensors, and see to it that what saved the
+        others is what is known.
+        """
+        waiting = sum(held.place is not None for held, _ in call.saved)
+        nodes = nodes_of(result, call.inputs) if waiting else iter(())
+        for node in nodes:
+            for attribute, held in saved_by(node):
+                if not isinstance(held, _Held) or held.place is None:
+                    continue
+                found = Use(node.name(), attribute, treatment(node, attribute, held.dtype))
+                use = self._uses.setdefault(held.place, found)
+                if isinstance(held.value, Packed):
+                    self._check(held, use, found)
+                else:
+                    self._store(held, use if use == found else replace(found, treatment=Treatment.EXACT), call)
+                waiting -= 1
+            if not waiting:
+                break
         self.latest = tuple(self._records(call))
 
+    def _check(self, held: _Held, use: Use, found: Use) -> None:
+        """Keep exact from now on what has been stored for another use than it has."""
+        if use.treatment in (found.treatment, Treatment.EXACT):
+            return
+        self._uses[held.place] = replace(found, treatment=Treatment.EXACT)
+        log.warning(
+            "eager PyTorch ran %s where it used to run %s: what it saves there has been rounded in this step, and is "
+            "kept exact from the next one on", found, use,
+        )  # fmt: skip
+
     def _records(self, call: _Call) -> Iterator[EagerTensor]:
-        counted: set[int] = set()
-        for held, nbytes in call.saved:
+        before: set[int] = set()
+        after: set[int] = set()
+        for held, storage in call.saved:
             code = held.value
-            is_new = id(code) not in counted
-            counted.add(id(code))
+            nbytes = 0 if storage in before else call.sizes[storage]
+            before.add(storage)
+            # Codes are told apart by their identity, storages by their number.
+            key = id(code) if isinstance(code, Packed) else storage
+            is_new = key not in after
+            after.add(key)
             use = self._uses.get(held.place) if held.place is not None else None
             if isinstance(code, Packed):
-                after = code.blob.numel() if is_new else 0
+                taken = code.blob.numel() if is_new else 0
                 # A mask is exact.
                 rounding = None if code.dtype is torch.bool else code.rounding
-                yield EagerTensor(use, held.shape, held.dtype, code.bits, rounding, nbytes, after)
+                yield EagerTensor(use, held.shape, held.dtype, code.bits, rounding, nbytes, taken)
             else:
-                yield EagerTensor(use, held.shape, held.dtype, None, None, nbytes, nbytes)
+                taken = call.sizes[storage] if is_new else 0
+                yield EagerTensor(use, held.shape, held.dtype, None, None, nbytes, taken)
 
 
 class _Call:
-    """One forward pass: its outermost frame, and what was saved in it."""
+    """One forward pass: its outermost frame, by its id, and what was saved in it.
 
-    def __init__(self, frame: FrameType, owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+    The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
+    """
+
+    def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.frame = frame
+        self.inputs = inputs
         self.visits: Counter[Hashable] = Counter()
-        # With the bytes of the tensor's storage, counted with the first tensor that lies in it.
+        # With the number of the tensor's storage in ``sizes``, which are in bytes.
         self.saved: list[tuple[_Held, int]] = []
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
         self.graph_inputs: dict[int, StorageWeakRef] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
+        self.sizes: list[int] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._owned = owned
 
     @functools.cached_property
     def owned(self) -> frozenset[int]:
         """Storages that are there anyway: parameters, buffers and the batch."""
-        plain = [x for x in self._owned() if x.layout is torch.strided]
+        plain = [x for x in (*self._owned(), *self.inputs) if x.layout is torch.strided]
         return frozenset(x.untyped_storage()._cdata for x in plain)
 
     def is_owned(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is a parameter, a buffer, part of the batch, or made of one parameter alone (a cast, say)."""
+        """Whether ``x`` is a parameter, a buffer, part of the batch, or a parameter that was cast or laid out anew."""
         if x.untyped_storage()._cdata in self.owned:
             return True
         node = x.grad_fn
-        while node is not None:
+        while node is not None and node.name() in _COPIES:
             sources = [source for source, _ in node.next_functions if source is not None]
             if len(sources) != 1:
                 return False
@@ -271,14 +319,15 @@ class _Call:
                 return isinstance(node.variable, torch.nn.Parameter)
         return False
 
-    def count_storage(self, x: torch.Tensor) -> int:
-        """Bytes of the storage of ``x``, 0 if it was counted before."""
+    def number_of_storage(self, x: torch.Tensor) -> int:
+        """The position of the storage of ``x`` in ``sizes``; storages may take turns at one address."""
         storage = x.untyped_storage()
         known = self._storages.get(storage._cdata)
-        if known is not None and not known.expired():
-            return 0
-        self._storages[storage._cdata] = StorageWeakRef(storage)
-        return storage.nbytes()
+        if known is not None and not known[0].expired():
+            return known[1]
+        self._storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
+        self.sizes.append(storage.nbytes())
+        return len(self.sizes) - 1
 
 
 @contextlib.contextmanager
@@ -314,7 +363,7 @@ def _top_hooks() -> Any:
 
 def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:
     """The one value beside 0 in ``x``, None if there are several: dropout multiplies by such a mask."""
-    if x.requires_grad or x.dtype is torch.bool:
+    if x.dtype is torch.bool or not x.numel():
         return None
     scale = x.max()
     return scale if torch.equal(x, (x != 0) * scale) else None

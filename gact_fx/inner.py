@@ -7,6 +7,7 @@ Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``cust
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -52,7 +53,9 @@ def compile_pair(
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
     """Run a graph operator by operator, freeing every value after its last use."""
-    return boxed(GraphInterpreter(graph).boxed_run)
+    interpreter = GraphInterpreter(graph)
+    # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
+    return boxed(lambda arguments: copy.copy(interpreter).boxed_run(arguments))
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:

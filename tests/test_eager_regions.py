@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from activation_bytes import activation_bytes
 from conftest import gradients
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import gact_fx
@@ -228,3 +230,111 @@ def test_nothing_is_held_after_backward() -> None:
     before = live()
     train(ours, batch)
     assert live() <= before
+
+
+def test_nothing_waits_for_the_collection_of_cycles() -> None:
+    ours, batch = compiled(Broken(lambda x: torch.relu(x) + x.exp()), budget_bits=4), torch.randn(128, 64)
+    train(ours, batch)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = ours(batch)
+        result = weakref.ref(loss)
+        loss.backward()
+        del loss
+        assert result() is None
+    finally:
+        gc.enable()
+
+
+def test_a_mask_that_is_also_multiplied_as_a_matrix() -> None:
+    """As a mask it is one bit and a scale, which the codes of its values are not."""
+    weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(x.numel()).view(x.shape) % 3 > 0) * 2.0
+        return mask @ weight + x * mask
+
+    model, batch = Broken(masked), torch.randn(128, 64)
+    exact = [*train(model, batch, 1), weight.grad]
+    ours = compiled(model, budget_bits=8)
+    for _ in range(3):
+        weight.grad = None
+        assert error([*train(ours, batch, 1), weight.grad], exact) < 0.02
+
+
+@pytest.mark.parametrize("function", [torch.tan, torch.expm1, lambda x: x.square().add(1).sqrt()])
+def test_forward_without_backward_holds_nothing(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Nodes that save their own result, exactly."""
+    results: list[StorageWeakRef] = []
+
+    def remember(x: torch.Tensor) -> torch.Tensor:
+        y = function(x)
+        results.append(StorageWeakRef(y.untyped_storage()))
+        return y * 1
+
+    ours, batch = compiled(Broken(remember), budget_bits=4), torch.randn(128, 64)
+    train(ours, batch)
+    ours(batch)
+    gc.collect()
+    assert all(result.expired() for result in results)
+
+
+def test_modified_in_place_before_forward_ended() -> None:
+    def modify(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        z = y * 1
+        y.add_(1)
+        return z
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        compiled(Broken(modify), budget_bits=4)(torch.randn(128, 64)).backward()
+
+
+def test_bytes_of_what_is_in_codes_and_exact_too() -> None:
+    """One tensor, which one node reads as codes and another exactly, is held as both."""
+
+    def ratio(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(x)
+        return x.detach() / y
+
+    ours = compiled(Broken(ratio), budget_bits=4)
+    train(ours, torch.randn(128, 64))
+    rows = {row.op: row for row in gact_fx.inspect(ours).rows if row.graph is None}
+    code, exact = rows["SigmoidBackward0.result"], rows["DivBackward0.other"]
+    assert code.encoding == QUANTIZE and exact.encoding == KEEP
+    assert (code.bytes_before, exact.bytes_before, exact.bytes_after) == (128 * 64 * 4, 0, 128 * 64 * 4)
+
+
+def test_embeddings_are_activations() -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm, self.last = nn.Embedding(50, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.between(x)).square().mean()
+
+        @torch.compiler.disable
+        def between(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.tanh(self.table(x)))
+
+    ours = compiled(Embedded(), budget_bits=4)
+    train(ours, torch.randint(50, (16, 32)))
+    rows = {row.op: row for row in gact_fx.inspect(ours).rows if row.graph is None}
+    assert rows["TanhBackward0.result"].encoding == rows["NativeLayerNormBackward0.input"].encoding == QUANTIZE
+
+
+def test_another_operator_at_a_known_place_is_kept_exact(caplog: pytest.LogCaptureFixture) -> None:
+    """Where codes are right for what one line used to run, and wrong for what it runs now, that is said and mended."""
+    operator = [torch.square]
+    model, batch = Broken(lambda x: operator[0](x.sigmoid() + 1e-3)), torch.randn(128, 64)
+    ours = compiled(model, budget_bits=8)
+    train(ours, batch)
+    operator[0] = torch.log
+    with caplog.at_level("WARNING", "gact_fx"):
+        train(ours, batch, 1)
+    assert "ran LogBackward0.self where it used to run PowBackward0.self" in caplog.text
+    train(ours, batch, 1)
+    (row,) = [row for row in gact_fx.inspect(ours).rows if row.op == "LogBackward0.self"]
+    assert row.encoding == KEEP
