@@ -4,6 +4,8 @@ Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
 and would be biased if they came from rounded values; and every choice of an index, which rounding could flip.
+Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: made anew
+they would be unbounded in the regions' inputs, so that these could not be rounded.
 
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
@@ -17,6 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.passes.find_masks import is_discontinuous, is_known
+from gact_fx.symbolic import hint
 
 aten = torch.ops.aten
 
@@ -28,6 +31,8 @@ _CHEAP = frozenset(
      aten.index, aten._unsafe_index, aten.gather, aten.index_select, aten.embedding, aten._to_copy}
 )  # fmt: skip
 _SCATTERS = frozenset({aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_put, aten.scatter})
+# Elements that share a statistic, at least.
+_FEW = 8
 # By name: Inductor registers some of them when it is first used.
 _CHEAP_PRIMS = frozenset(
     {"convert_element_type", "iota", "broadcast_in_dim", "fma", "inductor_lookup_seed", "inductor_random",
@@ -54,10 +59,16 @@ def mark_recomputation(
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.name in products:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
-        # What the user's own checkpointing has marked stays as it is.
-        elif recompute != "off" and "recompute" not in node.meta and (not is_cheap(node) or _is_scattered_exp(node)):
+        elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"
+
+
+def _is_wanted(node: fx.Node) -> bool:
+    """Whether ``node`` is to be saved; what the user's own checkpointing has decided stays as it is."""
+    if "recompute" not in node.meta:
+        return not is_cheap(node) or _is_scattered_exp(node)
+    return node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE and _is_reciprocal_deviation(node)
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -85,6 +96,24 @@ def _is_scattered_exp(node: fx.Node) -> bool:
     return node.target is aten.exp.default and any(
         getattr(user.target, "overloadpacket", None) in _SCATTERS for user in users
     )
+
+
+def _is_reciprocal_deviation(node: fx.Node) -> bool:
+    """Whether ``node`` is 1 / deviation of rows or channels: of what has far more elements."""
+    if node.target is not aten.rsqrt.default:
+        return False
+    source, size = node, _numel(node)
+    # From the reduction's result to its input are epsilon, and views.
+    while source.all_input_nodes and _numel(source) == size:
+        source = max(source.all_input_nodes, key=_numel)
+    return _numel(source) >= _FEW * size
+
+
+def _numel(node: fx.Node) -> int:
+    """Elements of a tensor, or of the largest of several, on the traced batch."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return max((hint(v.numel()) for v in values if isinstance(v, torch.Tensor)), default=0)
 
 
 def _draws(node: fx.Node) -> bool:

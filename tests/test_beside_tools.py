@@ -96,6 +96,17 @@ def test_checkpointing_inside(how: str) -> None:
     assert report.bytes_after < (1 if how == "selective" else 0.25) * gact_fx.inspect(plain).bytes_after
 
 
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_what_checkpointed_blocks_normalise_is_coded(inner: str) -> None:
+    """1 / deviation, computed again from codes, would be unbounded in them."""
+    model = Net(CHECKPOINTS["recompute"])
+    model.blocks[1].norm = nn.RMSNorm(64)
+    assert all(1e-5 < error < 0.02 for error in errors(model, inner=inner, steps=2))
+    report = gact_fx.inspect(model)
+    assert not [row.reason for row in report.rows if "unbounded" in row.reason]
+    assert report.ratio > 3
+
+
 @pytest.mark.parametrize("how", list(CHECKPOINTS))
 def test_checkpointing_around(how: str) -> None:
     """Backward runs forward again, which must save as it did the first time: also in the step that makes the plan."""
