@@ -59,11 +59,15 @@ class Backend:
             return self._recorder.forward(run, id(found), record.replayable)
 
         config, key = session.config, session.cache_key()
+        patches = config.inductor_patches
+        if config.swap and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+            # What is fetched stays where it was put: Inductor counts host memory as memory of the device.
+            patches = {"reorder_for_peak_memory": False, **patches}
         # Compiled graphs store what they save themselves.
         with paused():
             run = compile_pair(
                 module, example_inputs, cut,
-                inner=config.inner, cache_key=key, patches=config.inductor_patches, interpret=watch,
+                inner=config.inner, cache_key=key, patches=patches, interpret=watch,
             )  # fmt: skip
         if self._interpreted and session.eager_regions is not None:
             run = session.eager_regions.watch_inputs(run)

@@ -16,17 +16,18 @@ UNKNOWN_OPERATORS = ("exact", "compress")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 
-# GACT's optimisation levels: (budget_bits, adaptive).
-_LEVELS: dict[str, tuple[float | None, bool]] = {
-    "L0": (None, True),
-    "L1": (4, False),
-    "L1.1": (8, False),
-    "L1.2": (2, False),
-    "L2": (4, True),
-    "L2.1": (3, True),
-    "L2.2": (2, True),
+# GACT's optimisation levels: (budget_bits, adaptive, swap).
+_LEVELS: dict[str, tuple[float | None, bool, bool]] = {
+    "L0": (None, True, False),
+    "L1": (4, False, False),
+    "L1.1": (8, False, False),
+    "L1.2": (2, False, False),
+    "L2": (4, True, False),
+    "L2.1": (3, True, False),
+    "L2.2": (2, True, False),
+    "L3": (4, True, True),
+    "swap": (8, False, True),
 }
-_SWAP_LEVELS = ("L3", "swap")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Config:
             more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
             ``"nearest"`` is biased and serves debugging.
             `gact_fx.ops.compress` says more.
+        swap: keep codes, masks and packed integers in pinned host memory between forward and backward, which fetches
+            them ahead of their use. For CUDA devices, where it has not run yet; on the CPU it does nothing, and a
+            warning says so. What is kept exact, what eager PyTorch saves between graphs, and steps that are profiled
+            stay on the device.
         unknown_operators: what backward gives to operators that are none of PyTorch's own (`torch.library`, Triton,
             other libraries): ``"exact"`` leaves it as it is, since rounding would be wrong where such an operator
             compares, divides by or exponentiates what it reads; ``"compress"`` says that none of them does.
@@ -95,6 +100,7 @@ class Config:
     inner: str = "inductor"
     fuse: str = "auto"
     recompute: str = "auto"
+    swap: bool = False
     unknown_operators: str = "exact"
     dynamic: bool | None = None
     fullgraph: bool = False
@@ -117,6 +123,8 @@ class Config:
             )
         self._check_other_budgets()
         self._check_compilation()
+        if self.swap and bits is None:
+            raise ValueError("gact_fx.compile: swap=True moves codes, and budget_bits=None makes none; leave one out")
         choices = {
             "rounding": ("auto", *ROUNDINGS),
             "sensitivity": SENSITIVITY,
@@ -162,7 +170,8 @@ class Config:
             raise ValueError(f"gact_fx.compile: {given[0]} cannot be kept with {reason}; leave one of them out")
 
     def _check_compilation(self) -> None:
-        for name, allowed in (("dynamic", (None, False, True)), ("fullgraph", (False, True))):
+        switches = (False, True)
+        for name, allowed in (("dynamic", (None, *switches)), ("fullgraph", switches), ("swap", switches)):
             if not any(getattr(self, name) is value for value in allowed):
                 raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
         for name in ("mode", "inductor_options"):
@@ -199,21 +208,17 @@ class Config:
     def from_level(cls, level: str, **overrides: Any) -> Config:
         """The configuration behind one of GACT's level names (its ``set_optimization_level``).
 
-        L0 none; L1, L1.1, L1.2 fixed 4, 8, 2 bits; L2, L2.1, L2.2 adaptive 4, 3, 2 bits. L3 and swap move activations
-        to host memory, which this version does not do.
+        L0 none; L1, L1.1, L1.2 fixed 4, 8, 2 bits; L2, L2.1, L2.2 adaptive 4, 3, 2 bits; L3 is L2 with its codes in
+        host memory (``swap``, on CUDA devices). GACT's swap moves activations as they are; here only codes are moved,
+        so that "swap" is the nearest to it: codes of the widest width, 8 bits for every tensor, in host memory.
 
         Raises:
-            ValueError: a level that is unknown or needs swapping.
+            ValueError: a level that is unknown.
         """
-        if level in _SWAP_LEVELS:
-            raise ValueError(
-                f"gact_fx.Config: level {level!r} swaps to host memory, which this version does not do; "
-                "use 'L2', the same compression without the swap"
-            )
         if level not in _LEVELS:
             raise ValueError(f"gact_fx.Config: level must be one of {tuple(_LEVELS)}, got {level!r}")
-        budget_bits, adaptive = _LEVELS[level]
-        return cls.from_options({"budget_bits": budget_bits, "adaptive": adaptive, **overrides})
+        budget_bits, adaptive, swap = _LEVELS[level]
+        return cls.from_options({"budget_bits": budget_bits, "adaptive": adaptive, "swap": swap, **overrides})
 
     @classmethod
     def from_options(cls, options: dict[str, Any], base: Config | None = None) -> Config:

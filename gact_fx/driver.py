@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.recompute_attention import recompute_attention
+from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.verify_graphs import verify_graphs
 from gact_fx.plan import GraphPlan
 from gact_fx.records import GraphAnalysis
 
 Result = TypeVar("Result")
+log = logging.getLogger("gact_fx")
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,24 @@ class Driver:
         self._run("defer_recomputation", lambda: defer_recomputation(self.pair), edits=True)
         self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
 
+    def swap(self, *, is_first: bool = True) -> frozenset[str]:
+        """Pass 12, where the configuration asks for it: the slots whose blobs are in host memory between forward and
+        backward. Where there are none, the first of a model's graphs says so.
+        """
+        if not self.config.swap:
+            return frozenset()
+        slots = tuple(value.name for value in self.pair.saved_values())
+        moved = self._run("swap_codes", lambda: swap_codes(self.pair), edits=True)
+        self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
+        if is_first and not moved:
+            log.warning(
+                "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
+                "codes is on one (those of the CPU are in host memory already)"
+            )
+        return moved
+
     def fuse(self) -> None:
-        """Pass 12, where the configuration or the device asks for it."""
+        """Pass 13, where the configuration or the device asks for it."""
         if self.config.inner == "inductor" and self.config.fuse != "off":
             self._run("fuse_codec", lambda: fuse_codec(self.pair, self._fuses, decompositions()), edits=True)
 

@@ -95,8 +95,8 @@ class _Twin(Session):
     """A session for the time of the measurement: rewrites by the plan, and keeps also what it rewrote."""
 
     def __init__(self, session: Session) -> None:
-        # Fusing serves Inductor's speed alone; what runs here are the graphs before it.
-        super().__init__(replace(session.config, fuse="off"), session.model, session.plan)
+        # Fusing and swapping change no value; what runs here are the graphs before them.
+        super().__init__(replace(session.config, fuse="off", swap=False), session.model, session.plan)
         self.plan_was_given = session.plan_was_given
         self._exact: list[tuple[GraphPair, GraphPair]] = []
 

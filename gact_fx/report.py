@@ -22,14 +22,17 @@ from gact_fx.saved_tensors import GROUP_SIZE
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
 
+_MOVED = "moved to host memory"
+
 
 @dataclass(frozen=True)
 class Row:
     """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
 
     Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
-    step; a tensor that is held anyway (a parameter, a graph input) counts 0. ``bits`` is the width of a code, None
-    where kept exact, ``rounding`` and ``group_size`` the rest of the code.
+    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they
+    lie: where ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits`` is the width of
+    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code.
     """
 
     graph: int | None
@@ -147,7 +150,7 @@ def _note(session: Session) -> str:
 
 
 def _devices(record: GraphRecord) -> set[str]:
-    values = [value.source.meta["val"] for value in record.pair.saved_values()]
+    values = [value.source.meta["val"] for value in record.replayable.saved_values()]
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
@@ -176,6 +179,8 @@ def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
             kept.add(tensor.storage)
             after = tensor.storage_nbytes
         is_code = encoding == QUANTIZE and entry is not None
+        if tensor.name in record.swapped:
+            reason = f"{reason}, {_MOVED}" if reason else _MOVED
         yield Row(
             graph=graph,
             runs=runs,

@@ -46,7 +46,8 @@ WORTHWHILE = 0.95
 class GraphRecord:
     """One rewritten graph pair, with what was found and decided.
 
-    ``replayable`` are the graphs as the passes left them; those in ``pair`` belong to the inner compiler.
+    ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
+    compiler. ``swapped`` are the slots whose blobs these move to host memory.
     """
 
     pair: GraphPair
@@ -54,6 +55,7 @@ class GraphRecord:
     analysis: GraphAnalysis
     plan: GraphPlan
     stages: tuple[Stage, ...]
+    swapped: frozenset[str] = frozenset()
 
 
 class Session:
@@ -217,8 +219,9 @@ class Session:
         plan = self._profiling_plan(analysis) if profiling else self._graph_plan(analysis)
         driver.insert(analysis, plan)
         replayable = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
+        swapped = driver.swap(is_first=not self.records) if not profiling else frozenset()
         driver.fuse()
-        record = GraphRecord(pair, replayable, analysis, plan, tuple(driver.stages))
+        record = GraphRecord(pair, replayable, analysis, plan, tuple(driver.stages), swapped)
         if not profiling:
             self.records.append(record)
         return record

@@ -21,11 +21,13 @@
    (``standardize``         the arithmetic before and after)
 10. ``defer_recomputation`` what backward computes from saved values, right before its first use
 11. ``verify_graphs``       the contract with AOTAutograd
-12. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
+12. ``swap_codes``          blobs to host memory and back ahead of their use, with swap=True and on a GPU; not in the
+   graphs that are profiled or replayed; 11 runs again behind it
+13. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
 
-1 to 5 and 9 to 12 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
-training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10 and 12 edit graphs. ``gact_fx.driver`` runs those on graph
-pairs, times them, and keeps the graphs' text before and after each edit.
+1 to 5 and 9 to 13 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
+training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10, 12 and 13 edit graphs. ``gact_fx.driver`` runs those on
+graph pairs, times them, and keeps the graphs' text before and after each edit.
 """
 
 from gact_fx.passes.allocate_bits import Choice, allocate_bits, fewest_bytes
@@ -46,6 +48,7 @@ from gact_fx.passes.measure_adjoint import measure_adjoint
 from gact_fx.passes.measure_rounding import RoundingMeter, step_variance
 from gact_fx.passes.measure_sensitivity import measure_sensitivity
 from gact_fx.passes.recompute_attention import recompute_attention
+from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 
 __all__ = [
@@ -72,5 +75,6 @@ __all__ = [
     "measure_sensitivity",
     "recompute_attention",
     "step_variance",
+    "swap_codes",
     "verify_graphs",
 ]

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx import swap_ops  # noqa: F401  (registers its operators)
 from gact_fx.aot import GraphPair
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
+to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
 
 
 class GraphVerificationError(RuntimeError):
@@ -48,10 +50,15 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
     for value in values:
         is_dropped = value.source.target is torch.ops.aten.full.default and value.source.args[0] == [0]
         _require(not (is_dropped and value.placeholder.users), f"{value.name} was dropped, and backward reads it")
-        if value.source.target is compress:
-            readers = {user.name for user in value.placeholder.users if user.target is not decompress}
+    blobs: dict[object, fx.Node] = {}
+    for value in values:
+        blob, held = value.source, value.placeholder
+        if blob.target is to_host:
+            blob, held = blob.all_input_nodes[0], _fetched(value.placeholder)
+        if blob.target is compress:
+            readers = {user.name for user in held.users if user.target not in (decompress, arrive)}
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
-    blobs = {value.placeholder: value.source for value in values if value.source.target is compress}
+            blobs[held] = blob
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
         blob = blobs.get(node.args[0])
         _require(blob is not None, f"{node.name} does not read a saved blob")
@@ -59,6 +66,16 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
         if node.meta["val"].dtype.is_floating_point:
             written, read = _codec(blob.args[1:4], blob.args[5:]), _codec(node.args[3:6], node.args[6:])
             _require(written == read, f"{node.name} reads {read} what was written as {written}")
+
+
+def _fetched(slot: fx.Node) -> fx.Node:
+    """What backward reads of a blob that was moved to host memory: nothing but what is fetched, once it has arrived."""
+    if not slot.users:
+        return slot
+    first = min(slot.users)
+    _require(list(slot.users) == [first] and first.target is fetch, f"{slot.name} is read in host memory")
+    _require(min(first.users).target is arrive, f"{first.name} is read before it has arrived")
+    return first
 
 
 def _codec(codec: tuple[Any, ...], rounding: tuple[Any, ...]) -> str:
