@@ -76,6 +76,20 @@ def test_nothing_moves_on_other_devices(trace: Trace) -> None:
     assert (pair.forward.code, pair.backward.code) == text
 
 
+def test_only_blobs_on_the_gpu_move_and_return_to_it(trace: Trace) -> None:
+    """Traced on the CPU; what one blob is said to be lies on a GPU."""
+    pair, slots = compressed(trace, Mixed(), *mixed_batch())
+    chosen = next(v for v in pair.saved_values() if v.source.target is compress and v.placeholder.users)
+    blob = chosen.source.meta["val"]
+    with blob.fake_mode:
+        chosen.source.meta["val"] = torch.empty(blob.shape, dtype=blob.dtype, device="cuda:0")
+    assert swap_codes(pair) == {chosen.name}
+    verify_graphs(pair, slots)
+    (sent,), (asked,) = calls(pair.forward, to_host), calls(pair.backward, fetch)
+    assert sent.meta["val"].device.type == "cpu" and chosen.placeholder.meta["val"].device.type == "cpu"
+    assert asked.args == (chosen.placeholder, torch.device("cuda:0")) and asked.meta["val"].device.type == "cuda"
+
+
 @pytest.mark.parametrize("damage", ["late", "host", "values"])
 def test_verification_notices(trace: Trace, damage: str) -> None:
     pair, slots = compressed(trace, Mixed(), *mixed_batch())
