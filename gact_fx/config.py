@@ -125,6 +125,11 @@ class Config:
         self._check_compilation()
         if self.swap and bits is None:
             raise ValueError("gact_fx.compile: swap=True moves codes, and budget_bits=None makes none; leave one out")
+        if self.swap and self.inductor_patches.get("triton.cudagraphs"):
+            raise ValueError(
+                "gact_fx.compile: swap=True waits for copies outside of the graph, which CUDA graphs cannot, got "
+                f"mode={self.mode!r}; use mode='max-autotune-no-cudagraphs', or leave one out"
+            )
         choices = {
             "rounding": ("auto", *ROUNDINGS),
             "sensitivity": SENSITIVITY,

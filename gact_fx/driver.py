@@ -72,7 +72,7 @@ class Driver:
         self._run("defer_recomputation", lambda: defer_recomputation(self.pair), edits=True)
         self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
 
-    def swap(self, *, is_first: bool = True) -> frozenset[str]:
+    def swap(self, *, is_first: bool) -> frozenset[str]:
         """Pass 12, where the configuration asks for it: the slots whose blobs are in host memory between forward and
         backward. Where there are none, the first of a model's graphs says so.
         """

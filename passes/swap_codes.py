@@ -19,7 +19,7 @@ from gact_fx.graph_edit import add_call
 
 compress = torch.ops.gact_fx.compress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
-# Blobs on their way at a time. The first of two arrives while the second's predecessor is still being read.
+# How many decompressions ahead of its own a blob is asked for; as many are on their way at a time.
 PREFETCH = 2
 
 

@@ -60,11 +60,11 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
             blobs[held] = blob
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
-        blob = blobs.get(node.args[0])
-        _require(blob is not None, f"{node.name} does not read a saved blob")
-        assert blob is not None
+        source = blobs.get(node.args[0])
+        _require(source is not None, f"{node.name} does not read a saved blob")
+        assert source is not None
         if node.meta["val"].dtype.is_floating_point:
-            written, read = _codec(blob.args[1:4], blob.args[5:]), _codec(node.args[3:6], node.args[6:])
+            written, read = _codec(source.args[1:4], source.args[5:]), _codec(node.args[3:6], node.args[6:])
             _require(written == read, f"{node.name} reads {read} what was written as {written}")
 
 

@@ -32,6 +32,7 @@ from gact_fx.config import MODES
         ({"dynamic": "yes"}, r"dynamic must be one of \(None, False, True\), got 'yes'"),
         ({"dynamic": 1}, r"dynamic must be one of \(None, False, True\), got 1"),
         ({"swap": "L3"}, r"swap must be one of \(False, True\), got 'L3'"),
+        ({"swap": True, "mode": "reduce-overhead"}, "CUDA graphs cannot, got mode='reduce-overhead'"),
         ({"swap": True, "budget_bits": None}, "swap=True moves codes, and budget_bits=None makes none"),
         ({"fullgraph": None}, r"fullgraph must be one of \(False, True\), got None"),
         ({"mode": "fast"}, "mode must be None or one of .*'max-autotune'.*, got 'fast'"),

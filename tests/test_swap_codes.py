@@ -76,6 +76,20 @@ def test_nothing_moves_on_other_devices(trace: Trace) -> None:
     assert (pair.forward.code, pair.backward.code) == text
 
 
+def test_only_blobs_on_the_gpu_move_and_return_to_it(trace: Trace) -> None:
+    """Traced on the CPU; what one blob is said to be lies on a GPU."""
+    pair, slots = compressed(trace, Mixed(), *mixed_batch())
+    chosen = next(v for v in pair.saved_values() if v.source.target is compress and v.placeholder.users)
+    blob = chosen.source.meta["val"]
+    with blob.fake_mode:
+        chosen.source.meta["val"] = torch.empty(blob.shape, dtype=blob.dtype, device="cuda:0")
+    assert swap_codes(pair) == {chosen.name}
+    verify_graphs(pair, slots)
+    (sent,), (asked,) = calls(pair.forward, to_host), calls(pair.backward, fetch)
+    assert sent.meta["val"].device.type == "cpu" and chosen.placeholder.meta["val"].device.type == "cpu"
+    assert asked.args == (chosen.placeholder, torch.device("cuda:0")) and asked.meta["val"].device.type == "cuda"
+
+
 @pytest.mark.parametrize("damage", ["late", "host", "values"])
 def test_verification_notices(trace: Trace, damage: str) -> None:
     pair, slots = compressed(trace, Mixed(), *mixed_batch())
@@ -169,18 +183,23 @@ def test_operators() -> None:
 def test_on_a_gpu(inner: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))).cuda()
     x = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).cuda()
-    found, held = [], []
+    plan, found, held = None, [], []
     for swap in (False, True):
-        compiled = gact_fx.compile(copy.deepcopy(model), config=Config.from_level("L3", swap=swap, inner=inner))
+        config = Config.from_level("L3", swap=swap, inner=inner)
+        compiled = gact_fx.compile(copy.deepcopy(model), config=config, plan=plan)
         for _ in range(3):
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             loss = compiled(x).square().mean()
             torch.cuda.synchronize()
-            held.append(torch.cuda.memory_allocated() - before)
+            after = torch.cuda.memory_allocated()
             loss.backward()
-            found.append(gradients(compiled))
-        reasons = [row.reason for row in gact_fx.inspect(compiled).rows if row.bits is not None]
-        assert all(reason.endswith("moved to host memory") is swap for reason in reasons)
-    assert all(torch.equal(a, b) for a, b in zip(found[5], found[2], strict=True))
-    assert held[5] < held[2] / 2
+            gradient = gradients(compiled)
+        found.append(gradient)
+        held.append(after - before)
+        report = gact_fx.inspect(compiled)
+        plan = report.plan
+        rows = [row for row in report.rows if row.graph is not None and row.bits is not None]
+        assert rows and all(row.reason.endswith("moved to host memory") is swap for row in rows)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert held[0] - held[1] > 0.9 * sum(row.bytes_after for row in rows) > 0
