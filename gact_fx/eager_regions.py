@@ -5,7 +5,8 @@ has returned; from then on the same place in the program (its call stack, how of
 producer) is stored as the nodes there allow. What the first pass through a place saved is stored so afterwards.
 
 Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, which tells whether
-other hooks are active.
+other hooks are active, and ``_saved_tensors_hooks_get_disabled_error_message``, which tells whether there may be any;
+PyTorch's own ``disable_saved_tensors_hooks`` asks it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 log = logging.getLogger("gact_fx")
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
+# Of the error with which torch.func's transforms refuse to run beneath saved-tensor hooks.
+_REFUSAL = "support saved tensor hooks"
 # What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
 _COPIES = (
     "ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
@@ -115,6 +118,7 @@ class EagerRegions:
         # Keeps alive the code objects whose addresses are part of places.
         self._code_objects: dict[int, CodeType] = {}
         self._call: _Call | None = None
+        self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
         self._pack_hook.regions = self
@@ -128,17 +132,27 @@ class EagerRegions:
 
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling():
+            if self._is_off or not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            if _top_hooks() or is_forced_eager():
+            if _top_hooks() or _hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self._call = current = _Call(id(sys._getframe()), inputs, self._owned)
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if _REFUSAL not in str(error):
+                    raise
+                self._is_off, self.latest = True, ()
+                log.warning(
+                    "torch.func runs in eager PyTorch between compiled graphs, and admits no saved-tensor hooks: what "
+                    "is saved there stays exact from now on; this forward pass was begun twice"
+                )
             finally:
                 self._call = None
+            if self._is_off:
+                return compiled(*args, **kwargs)
             if current.saved:
                 self._settle(current, result)
             return result
@@ -359,6 +373,11 @@ def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
 def _top_hooks() -> Any:
     """The innermost saved-tensor hooks, None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _hooks_are_forbidden() -> bool:
+    """Whether hooks cannot be set, as within ``torch.func.grad``."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
 def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:

@@ -120,10 +120,14 @@ def _taken(user: fx.Node, index: fx.Node) -> IndexRange | None:
         size = shape[0 if dimension is None else user.args[dimension]]
         return IndexRange(size) if isinstance(size, int) else None
     if user.target in _WRAPPING:
-        positions = [i for i, each in enumerate(user.args[1]) if each is index]  # type: ignore[arg-type]
-        sizes = {shape[i] for i in positions}
-        size = sizes.pop() if len(sizes) == 1 else None
-        return IndexRange(size, wraps=True) if isinstance(size, int) else None
+        indices: Any = user.args[1]
+        # A mask takes the place of as many dimensions as it has, and those after it count from there.
+        if any(each is not None and each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices):
+            return None
+        sizes = [shape[i] for i, each in enumerate(indices) if each is index]
+        if not sizes or not all(isinstance(size, int) and size == sizes[0] for size in sizes):
+            return None
+        return IndexRange(sizes[0], wraps=True)
     return None
 
 

@@ -163,3 +163,22 @@ def test_positions_from_the_end_are_packed(inner: str) -> None:
     assert (row.bits, row.bytes_before) == (6, 8 * 5000) and row.bytes_after < 8 * 5000 / 9
     assert model.weight.grad is not None and exact is not None
     assert float((model.weight.grad - exact).norm() / exact.norm()) < 0.01
+
+
+def test_rows_that_vary_in_number_are_no_bound() -> None:
+    """Sizes that are symbols have no hash."""
+    graph = make_fx(lambda x, i: x[i + 0], tracing_mode="symbolic")(torch.rand(50, 16), torch.arange(40)).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    assert index_range(node) is None
+
+
+def test_a_mask_beside_positions_shifts_their_dimension() -> None:
+    """``x[mask, i]`` with a mask of two dimensions indexes the third by ``i``."""
+
+    def put(x: torch.Tensor, mask: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return aten.index_put(x, [mask, i + 0], torch.zeros(()))
+
+    arguments = torch.rand(4, 8, 64), torch.ones(4, 8, dtype=torch.bool), torch.arange(32)
+    graph = make_fx(put, tracing_mode="fake")(*arguments).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    assert index_range(node) is None

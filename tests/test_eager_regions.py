@@ -338,3 +338,31 @@ def test_another_operator_at_a_known_place_is_kept_exact(caplog: pytest.LogCaptu
     train(ours, batch, 1)
     (row,) = [row for row in gact_fx.inspect(ours).rows if row.op == "LogBackward0.self"]
     assert row.encoding == KEEP
+
+
+def test_torch_func_around_a_compiled_model() -> None:
+    """It forbids saved-tensor hooks; what runs within is as with torch.compile."""
+    model, batch = Broken(torch.relu), torch.randn(128, 64)
+    ours = compiled(model, budget_bits=8)
+    train(ours, batch)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def gradient(model: nn.Module) -> list[torch.Tensor]:
+        return list(torch.func.grad(lambda p: torch.func.functional_call(model, p, (batch,)))(parameters).values())
+
+    assert error(gradient(ours), gradient(model)) < 0.02
+
+
+def test_torch_func_between_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """``torch.func.grad`` refuses to run beneath saved-tensor hooks, so such a model does without them."""
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.func.grad(lambda y: y.pow(3).sum())(x)
+
+    model, batch = Broken(slope), torch.randn(128, 64)
+    exact, ours = train(model, batch), compiled(model, budget_bits=8)
+    with caplog.at_level("WARNING", "gact_fx"):
+        for _ in range(3):
+            assert error(train(ours, batch, 1), exact) < 0.02
+    assert caplog.text.count("torch.func") == 1
+    assert gact_fx.inspect(ours).ratio > 2
