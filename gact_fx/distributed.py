@@ -21,6 +21,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from gact_fx.dynamo import Switch, in_backward
 from gact_fx.graph_profile import GraphProfile, merged
 from gact_fx.plan import Plan
 from gact_fx.session import Session, log
@@ -53,7 +54,7 @@ class Ranks:
         self._session = session
         self._modules = modules
         self._use = use
-        self._compiled: Callable[..., Any] | None = None
+        self._switch = Switch()
         self._group: dist.ProcessGroup | None = None
         self._hooked: set[int] = set()
         # Since there is the present plan, with the present one.
@@ -63,15 +64,15 @@ class Ranks:
         session.is_sharded = bool(_sharded(modules))
 
     def use(self, compiled: Callable[..., Any]) -> None:
-        """Run ``compiled`` from now on."""
-        self._compiled = compiled
+        """Run ``compiled`` from the next call outside of backward on."""
+        self._switch.use(compiled)
         self._use(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if dist.is_available() and dist.is_initialized():
+        # What checkpointing around the model runs again in backward is no step, and no place to meet.
+        if dist.is_available() and dist.is_initialized() and not in_backward():
             self._find()
-        assert self._compiled is not None
-        return self._compiled(*args, **kwargs)
+        return self._switch(*args, **kwargs)
 
     def _find(self) -> None:
         """Watch the DDP module that the model is or is in, or meet here where the model is sharded."""

@@ -16,8 +16,11 @@ import torch
 from conftest import relative_error
 from torch import distributed as dist
 from torch import multiprocessing, nn
+from torch.utils.checkpoint import checkpoint
 
 import gact_fx
+from gact_fx.distributed import Ranks
+from gact_fx.dynamo import in_backward
 from gact_fx.graph_profile import GraphProfile, merged
 from gact_fx.records import GraphAnalysis, Sensitivity
 from gact_fx.session import Session
@@ -191,7 +194,7 @@ def failing(rank: int) -> dict[str, Any]:
     return twins.result()
 
 
-def sharded(rank: int) -> dict[str, Any]:
+def sharded(rank: int, call: Callable[[Any, torch.Tensor], Any] = lambda model, x: model(x)) -> dict[str, Any]:
     """FSDP2: each block on its own, and the root."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -206,7 +209,7 @@ def sharded(rank: int) -> dict[str, Any]:
     errors, plans = [], []
     for number in range(4):
         (sum(exact(batch(r, number)) for r in range(2)) / 2).backward()
-        model(batch(rank, number)).backward()
+        call(model, batch(rank, number)).backward()
         found = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
         errors.append(relative_error(found, [p.grad for p in exact.parameters()]))  # type: ignore[misc]
         model.zero_grad(), exact.zero_grad()
@@ -214,7 +217,23 @@ def sharded(rank: int) -> dict[str, Any]:
     return {"errors": errors, "plans": plans, "ratio": gact_fx.inspect(model).ratio, "parameters": 0.0}
 
 
-SCENARIOS: list[Callable[[int], dict[str, Any]]] = [inside, early, around, again, buckets, failing, sharded]
+def sharded_and_checkpointed(rank: int) -> dict[str, Any]:
+    """The ranks do not meet where checkpointing runs forward again in backward."""
+    meet, where = Ranks._meet, []
+
+    def noted(ranks: Ranks, is_first: bool) -> None:
+        where.append(in_backward())
+        meet(ranks, is_first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "_meet", noted)
+        found = sharded(rank, lambda model, x: checkpoint(model, x, use_reentrant=False))
+    return {**found, "met in backward": where}
+
+
+SCENARIOS: list[Callable[[int], dict[str, Any]]] = [
+    inside, early, around, again, buckets, failing, sharded, sharded_and_checkpointed,
+]  # fmt: skip
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -279,6 +298,11 @@ def test_where_one_rank_cannot_measure_none_compresses(results: list[dict[str, A
 
 def test_sharded_parameters(results: list[dict[str, Any]]) -> None:
     assert results[0]["sharded"]["ratio"] > 3
+
+
+def test_ranks_meet_outside_of_backward(results: list[dict[str, Any]]) -> None:
+    met = results[0]["sharded_and_checkpointed"]["met in backward"]
+    assert met and not any(met)
 
 
 def test_profiles_of_ranks_with_different_graphs() -> None:
