@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,8 @@ def nodes_of(result: Any, inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
     """What ``node`` saves, as hooks left it, with the name of the attribute that reads it."""
-    for name in _attributes(type(node)):
+    kind: Any = type(node)
+    for name in _attributes(kind):
         try:
             saved = getattr(node, name)
         except RuntimeError:
@@ -113,7 +114,7 @@ def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _attributes(kind: Any) -> tuple[str, ...]:
+def _attributes(kind: Hashable) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(_PREFIX))
 
 
