@@ -102,7 +102,8 @@ def nodes_of(result: Any, inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
     """What ``node`` saves, as hooks left it, with the name of the attribute that reads it."""
-    for name in _attributes(type(node)):
+    kind: Any = type(node)
+    for name in _attributes(kind):
         try:
             saved = getattr(node, name)
         except RuntimeError:

@@ -33,6 +33,8 @@ from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
 log = logging.getLogger("gact_fx")
+# Forward passes without a backward pass that are counted as one step: validation with gradients has no end.
+_MAX_CALLS = 64
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
 # Of the error with which torch.func's transforms refuse to run beneath saved-tensor hooks.
@@ -46,7 +48,7 @@ _COPIES = (
 
 @dataclass(frozen=True)
 class EagerTensor:
-    """One tensor that eager PyTorch saved in the latest forward pass.
+    """One tensor that eager PyTorch saved in the latest step of training.
 
     ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once.
     """
@@ -122,10 +124,13 @@ class EagerRegions:
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
         self._pack_hook.regions = self
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, _Held.read)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._read)
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
+        # Of all forward passes since the last backward pass.
         self.latest: tuple[EagerTensor, ...] = ()
+        self._calls = 0
+        self._has_read = False
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks or asked for eager."""
@@ -202,6 +207,10 @@ class EagerRegions:
                 self._store(held, use, call)
         return held
 
+    def _read(self, held: _Held) -> torch.Tensor:
+        self._has_read = True
+        return held.read()
+
     def _place(self, x: torch.Tensor, call: _Call) -> Hashable:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
         stack: list[int] = []
@@ -261,7 +270,10 @@ class EagerRegions:
                 waiting -= 1
             if not waiting:
                 break
-        self.latest = tuple(self._records(call))
+        if self._has_read or self._calls == _MAX_CALLS:
+            self._has_read, self._calls, self.latest = False, 0, ()
+        self._calls += 1
+        self.latest += tuple(self._records(call))
 
     def _check(self, held: _Held, use: Use, found: Use) -> None:
         """Keep exact from now on what has been stored for another use than it has."""

@@ -366,3 +366,14 @@ def test_torch_func_between_graphs(caplog: pytest.LogCaptureFixture) -> None:
             assert error(train(ours, batch, 1), exact) < 0.02
     assert caplog.text.count("torch.func") == 1
     assert gact_fx.inspect(ours).ratio > 2
+
+
+def test_bytes_of_a_model_that_is_called_twice_in_a_step() -> None:
+    model, batch = Broken(), torch.randn(128, 64)
+    ours = compiled(model, budget_bits=4)
+    totals = []
+    for calls in (1, 2, 2, 1):
+        for _ in range(2):
+            sum(ours(batch) for _ in range(calls)).backward()
+        totals.append(sum(row.bytes_after for row in gact_fx.inspect(ours).rows if row.graph is None))
+    assert totals == [totals[0], 2 * totals[0], 2 * totals[0], totals[0]]
