@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import gact_fx
 
 WIDTH = 32
-STEPS = 4
+STEPS = 3
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
