@@ -98,7 +98,7 @@ class Net(nn.Module):
             h = self.block(h)
         if self.loop.graph_break:
             torch._dynamo.graph_break()
-        return self.head(F.gelu(self.block(h)))  # type: ignore[no-any-return]
+        return self.head(F.dropout(F.gelu(self.c(h)), self.loop.dropout))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
