@@ -4,8 +4,8 @@ Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
 and would be biased if they came from rounded values; and every choice of an index, which rounding could flip.
-Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: made anew
-they would be unbounded in the regions' inputs, so that these could not be rounded.
+Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
+again they would be unbounded in the regions' inputs, so that these could not be rounded.
 
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
