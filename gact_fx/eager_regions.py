@@ -16,9 +16,8 @@ import functools
 import logging
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from gact_fx.autograd_nodes import Treatment, Use, nodes_of, saved_by, treatment
 from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.dynamo import is_forced_eager
+from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, producer_of
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
@@ -39,64 +39,6 @@ _MAX_CALLS = 64
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
 # Of the error with which torch.func's transforms refuse to run beneath saved-tensor hooks.
 _REFUSAL = "support saved tensor hooks"
-# What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
-_COPIES = (
-    "ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
-    "CloneBackward0", "ExpandBackward0", "AliasBackward0",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EagerTensor:
-    """One tensor that eager PyTorch saved in the latest step of training.
-
-    ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once.
-    """
-
-    use: Use | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bits: int | None
-    rounding: str | None
-    bytes_before: int
-    bytes_after: int
-
-
-class _Held:
-    """What the hook put in a saved tensor's place: the tensor itself, or codes from which it is made again."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: a node that saves its own result would otherwise hold itself, for ever if backward never runs.
-        self.value: torch.Tensor | Packed = tensor.detach()
-        self.producer = _producer(tensor)
-        self.requires_grad = tensor.requires_grad
-        self.place: Hashable = None
-        self.treatment = Treatment.EXACT
-        self.scale: torch.Tensor | None = None
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.version = tensor._version
-
-    def is_modified(self) -> bool:
-        """Whether the tensor was written to after it was saved."""
-        return isinstance(self.value, torch.Tensor) and self.value._version != self.version
-
-    def read(self) -> torch.Tensor:
-        if not isinstance(self.value, Packed):
-            if self.is_modified():
-                # PyTorch's own check does not see through hooks.
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a {tuple(self.value.shape)} tensor is at version {self.value._version}, expected {self.version}; "
-                    "change it after backward, or a clone of it"
-                )
-            return self.value
-        found = self.value.unpack()
-        if self.scale is not None:
-            return found * self.scale
-        if self.treatment is Treatment.SIGN:
-            return found.to(self.dtype)
-        return found.log_() if self.treatment is Treatment.EXPONENTIAL else found
 
 
 class EagerRegions:
@@ -119,7 +61,7 @@ class EagerRegions:
         self._uses: dict[Hashable, Use] = {}
         # Keeps alive the code objects whose addresses are part of places.
         self._code_objects: dict[int, CodeType] = {}
-        self._call: _Call | None = None
+        self._call: ForwardPass | None = None
         self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
@@ -142,7 +84,7 @@ class EagerRegions:
             if _top_hooks() or _hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = _Call(id(sys._getframe()), inputs, self._owned)
+            self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
@@ -192,8 +134,8 @@ class EagerRegions:
 
         return call
 
-    def _pack(self, x: torch.Tensor) -> _Held:
-        held = _Held(x)
+    def _pack(self, x: torch.Tensor) -> Held:
+        held = Held(x)
         call = self._call
         if call is None or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
             return held
@@ -207,11 +149,11 @@ class EagerRegions:
                 self._store(held, use, call)
         return held
 
-    def _read(self, held: _Held) -> torch.Tensor:
+    def _read(self, held: Held) -> torch.Tensor:
         self._has_read = True
         return held.read()
 
-    def _place(self, x: torch.Tensor, call: _Call) -> Hashable:
+    def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
         stack: list[int] = []
         frame: FrameType | None = sys._getframe(1)
@@ -221,9 +163,9 @@ class EagerRegions:
             frame = frame.f_back
         where = tuple(stack)
         call.visits[where] += 1
-        return where, call.visits[where], x.dtype, _producer(x)
+        return where, call.visits[where], x.dtype, producer_of(x)
 
-    def _store(self, held: _Held, use: Use, call: _Call) -> None:
+    def _store(self, held: Held, use: Use, call: ForwardPass) -> None:
         """Put codes in the place of a tensor, as ``use`` allows."""
         x = held.value
         assert isinstance(x, torch.Tensor)
@@ -251,7 +193,7 @@ class EagerRegions:
             call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
         held.value = code
 
-    def _settle(self, call: _Call, result: Any) -> None:
+    def _settle(self, call: ForwardPass, result: Any) -> None:
         """Learn what saved the tensors of places that were new, store these tensors, and see to it that what saved the
         others is what is known.
         """
@@ -259,7 +201,7 @@ class EagerRegions:
         nodes = nodes_of(result, call.inputs) if waiting else iter(())
         for node in nodes:
             for attribute, held in saved_by(node):
-                if not isinstance(held, _Held) or held.place is None:
+                if not isinstance(held, Held) or held.place is None:
                     continue
                 found = Use(node.name(), attribute, treatment(node, attribute, held.dtype))
                 use = self._uses.setdefault(held.place, found)
@@ -273,9 +215,9 @@ class EagerRegions:
         if self._has_read or self._calls == _MAX_CALLS:
             self._has_read, self._calls, self.latest = False, 0, ()
         self._calls += 1
-        self.latest += tuple(self._records(call))
+        self.latest += tuple(call.records(self._uses))
 
-    def _check(self, held: _Held, use: Use, found: Use) -> None:
+    def _check(self, held: Held, use: Use, found: Use) -> None:
         """Keep exact from now on what has been stored for another use than it has."""
         if use.treatment in (found.treatment, Treatment.EXACT):
             return
@@ -284,76 +226,6 @@ class EagerRegions:
             "eager PyTorch ran %s where it used to run %s: what it saves there has been rounded in this step, and is "
             "kept exact from the next one on", found, use,
         )  # fmt: skip
-
-    def _records(self, call: _Call) -> Iterator[EagerTensor]:
-        before: set[int] = set()
-        after: set[int] = set()
-        for held, storage in call.saved:
-            code = held.value
-            nbytes = 0 if storage in before else call.sizes[storage]
-            before.add(storage)
-            # Codes are told apart by their identity, storages by their number.
-            key = id(code) if isinstance(code, Packed) else storage
-            is_new = key not in after
-            after.add(key)
-            use = self._uses.get(held.place) if held.place is not None else None
-            if isinstance(code, Packed):
-                taken = code.blob.numel() if is_new else 0
-                # A mask is exact.
-                rounding = None if code.dtype is torch.bool else code.rounding
-                yield EagerTensor(use, held.shape, held.dtype, code.bits, rounding, nbytes, taken)
-            else:
-                taken = call.sizes[storage] if is_new else 0
-                yield EagerTensor(use, held.shape, held.dtype, None, None, nbytes, taken)
-
-
-class _Call:
-    """One forward pass: its outermost frame, by its id, and what was saved in it.
-
-    The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
-    """
-
-    def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self.frame = frame
-        self.inputs = inputs
-        self.visits: Counter[Hashable] = Counter()
-        # With the number of the tensor's storage in ``sizes``, which are in bytes.
-        self.saved: list[tuple[_Held, int]] = []
-        self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
-        self.graph_inputs: dict[int, StorageWeakRef] = {}
-        self.sizes: list[int] = []
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._owned = owned
-
-    @functools.cached_property
-    def owned(self) -> frozenset[int]:
-        """Storages that are there anyway: parameters, buffers and the batch."""
-        plain = [x for x in (*self._owned(), *self.inputs) if x.layout is torch.strided]
-        return frozenset(x.untyped_storage()._cdata for x in plain)
-
-    def is_owned(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is a parameter, a buffer, part of the batch, or a parameter that was cast or laid out anew."""
-        if x.untyped_storage()._cdata in self.owned:
-            return True
-        node = x.grad_fn
-        while node is not None and node.name() in _COPIES:
-            sources = [source for source, _ in node.next_functions if source is not None]
-            if len(sources) != 1:
-                return False
-            node = sources[0]
-            if hasattr(node, "variable"):
-                return isinstance(node.variable, torch.nn.Parameter)
-        return False
-
-    def number_of_storage(self, x: torch.Tensor) -> int:
-        """The position of the storage of ``x`` in ``sizes``; storages may take turns at one address."""
-        storage = x.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is not None and not known[0].expired():
-            return known[1]
-        self._storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
-        self.sizes.append(storage.nbytes())
-        return len(self.sizes) - 1
 
 
 @contextlib.contextmanager
@@ -398,7 +270,3 @@ def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:
         return None
     scale = x.max()
     return scale if torch.equal(x, (x != 0) * scale) else None
-
-
-def _producer(x: torch.Tensor) -> str:
-    return x.grad_fn.name() if x.grad_fn is not None else ""

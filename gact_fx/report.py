@@ -13,7 +13,7 @@ from torch import fx
 from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.driver import Stage
-from gact_fx.eager_regions import EagerTensor
+from gact_fx.eager_forward import EagerTensor
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan, TensorPlan
 from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
