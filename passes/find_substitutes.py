@@ -190,33 +190,58 @@ def _argument(node: fx.Node, position: int | str) -> object:
     return node.args[position] if len(node.args) > position else None
 
 
-def _is_nonpositive(node: fx.Node) -> bool:
-    """Whether ``node`` is minus a square by construction, as in ``exp(-x^2 / 2)``: its exponential is bounded."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is aten.neg:
-        return _is_square(node.args[0])
-    if packet is aten.mul:
-        pairs = (node.args[:2], node.args[1::-1])
-        return any(_is_square(a) and _negative(b) for a, b in pairs)
-    return False
-
-
-def _is_square(node: object) -> bool:
-    if not isinstance(node, fx.Node):
+def _is_nonpositive(node: object) -> bool:
+    """Whether no element of ``node`` is positive by construction, as ``-x^2 / 2``: its exponential is bounded."""
+    node = _behind_views(node)
+    packet = getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or packet not in (aten.neg, aten.mul):
         return False
-    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.neg:
+        return _is_nonnegative(node.args[0])
+    pairs = (node.args[:2], node.args[1::-1])
+    return any(_is_nonnegative(a) and (_negative(b) or _is_nonpositive(b)) for a, b in pairs)
+
+
+def _is_nonnegative(node: object) -> bool:
+    """Whether no element of ``node`` is negative by construction: squares, exponentials, softplus."""
+    node = _behind_views(node)
+    packet = getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or packet is None:
+        return False
     if packet is aten.pow:
         return isinstance(node.args[1], int) and node.args[1] % 2 == 0
-    return packet is aten.square or (packet is aten.mul and node.args[0] is node.args[1])
+    if packet is aten.where:
+        condition, large, other = node.args
+        # Softplus is x itself where x is large.
+        is_large = (
+            isinstance(condition, fx.Node)
+            and condition.target is aten.gt.Scalar
+            and condition.args[0] is large
+            and not _negative(condition.args[1])
+        )
+        return (is_large or _is_nonnegative(large)) and _is_nonnegative(other)
+    if packet is aten.log1p:
+        return _is_nonnegative(node.args[0])
+    is_square = packet is aten.mul and node.args[0] is node.args[1]
+    return is_square or packet in (aten.square, aten.exp, aten.softplus, aten.sigmoid, aten.relu, aten.abs)
+
+
+def _behind_views(node: object) -> object:
+    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
+        node = node.args[0]
+    return node
 
 
 def _is_logistic(node: fx.Node) -> bool:
-    """Whether ``node`` is part of ``y / (1 + exp(x))``, ``y * exp(x) / (1 + exp(x))`` or ``log(1 + exp(x))``, which are
-    smooth although their parts are not bounded.
+    """Whether ``node`` is part of ``y / (1 + exp(x))``, ``y * exp(x) / (1 + exp(x))``, ``log(1 + exp(x))`` or
+    ``log1p(exp(x))``, which are smooth although their parts are not bounded.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.exp:
-        return bool(node.users) and all(_is_one_plus_exp(user) or _is_divided(user, node) for user in node.users)
+        return bool(node.users) and all(
+            user.target is aten.log1p.default or _is_one_plus_exp(user) or _is_divided(user, node)
+            for user in node.users
+        )
     return packet in _DENOMINATORS and _is_one_plus_exp(node.args[_DENOMINATORS[packet]])
 
 

@@ -129,6 +129,28 @@ def test_softplus_of_a_part_is_smooth(inner: str, scale: float) -> None:
     assert relative_error(gradients(model), gradients(reference)) < 0.02
 
 
+@INNER
+def test_decay_by_softplus_is_bounded(inner: str) -> None:
+    """A state space's ``exp(-exp(a) softplus(x))``; Inductor computes softplus again in backward, by log1p."""
+
+    class Decay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.steps, self.values = nn.Linear(32, 64), nn.Linear(32, 64)
+            self.rate = nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps = F.softplus(self.steps(x))
+            return (torch.exp(steps * -self.rate.exp()) * self.values(x) * steps).square().mean()
+
+    model, reference, x = Decay(), Decay(), torch.randn(64, 32)
+    gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert not [row.reason for row in gact_fx.inspect(model).rows if "unbounded" in row.reason]
+    assert relative_error(gradients(model), gradients(reference)) < 0.02
+
+
 class Masked(nn.Module):
     """Attention with an additive mask: of what is padded and what is later, or of what belongs to other segments."""
 
