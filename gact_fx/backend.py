@@ -69,8 +69,8 @@ class Backend:
                 module, example_inputs, cut,
                 inner=config.inner, cache_key=key, patches=patches, interpret=watch,
             )  # fmt: skip
-        if self._interpreted and session.eager_regions is not None:
-            run = session.eager_regions.watch_inputs(run)
+        if session.eager_regions is not None:
+            run = session.eager_regions.watch(run)
         return refuse_double_backward(outside_hooks(run))
 
 
@@ -170,7 +170,7 @@ def gact(
 
 def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[[int], bool]:
     """Whether flat input i is an activation of an earlier graph (it requires grad, and somebody computed it), or what
-    eager PyTorch made for this graph alone.
+    an earlier graph made without a gradient, for this graph alone.
     """
     regions = session.eager_regions
 

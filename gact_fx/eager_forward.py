@@ -37,6 +37,13 @@ class EagerTensor:
     bytes_after: int
 
 
+@dataclass
+class Reads:
+    """Whether backward has read anything that one forward pass saved."""
+
+    any: bool = False
+
+
 class Held:
     """What the hook put in a saved tensor's place: the tensor itself, or codes from which it is made again."""
 
@@ -46,6 +53,7 @@ class Held:
         self.producer = producer_of(tensor)
         self.requires_grad = tensor.requires_grad
         self.place: Hashable = None
+        self.reads: Reads | None = None
         self.treatment = Treatment.EXACT
         self.scale: torch.Tensor | None = None
         self.shape = tuple(tensor.shape)
@@ -83,11 +91,14 @@ class ForwardPass:
     def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.frame = frame
         self.inputs = inputs
+        self.reads = Reads()
         self.visits: Counter[Hashable] = Counter()
         # With the number of the tensor's storage in ``sizes``, which are in bytes.
         self.saved: list[tuple[Held, int]] = []
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
-        self.graph_inputs: dict[int, StorageWeakRef] = {}
+        # Storages of what graphs made without a gradient, and of what graphs with a backward pass read.
+        self.made: dict[int, StorageWeakRef] = {}
+        self.read_by_graphs: set[int] = set()
         self.sizes: list[int] = []
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._owned = owned

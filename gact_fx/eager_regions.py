@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from gact_fx.autograd_nodes import Treatment, Use, nodes_of, saved_by, treatment
 from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.dynamo import is_forced_eager
-from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, producer_of
+from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, Reads, producer_of
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, pack_in
 
@@ -70,8 +70,8 @@ class EagerRegions:
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
         # Of all forward passes since the last backward pass.
-        self.latest: tuple[EagerTensor, ...] = ()
-        self._calls = 0
+        # The forward passes of the latest step.
+        self._passes: list[tuple[Reads, tuple[EagerTensor, ...]]] = []
         self._has_read = False
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ class EagerRegions:
             except RuntimeError as error:
                 if _REFUSAL not in str(error):
                     raise
-                self._is_off, self.latest = True, ()
+                self._is_off, self._passes = True, []
                 log.warning(
                     "torch.func runs in eager PyTorch between compiled graphs, and admits no saved-tensor hooks: what "
                     "is saved there stays exact from now on; this forward pass was begun twice"
@@ -106,30 +106,44 @@ class EagerRegions:
 
         return call
 
-    def is_intermediate(self, x: torch.Tensor) -> bool:
-        """Whether a graph's input was made by eager PyTorch in this forward pass, and no other graph saves it.
+    @property
+    def latest(self) -> tuple[EagerTensor, ...]:
+        """What eager PyTorch saved in the latest step, in the forward passes that ran backward if any did."""
+        passes = [saved for reads, saved in self._passes if reads.any] or [saved for _, saved in self._passes]
+        return tuple(tensor for saved in passes for tensor in saved)
 
-        Such a tensor (an edge index with self-loops, say) is held by the graph alone that saves it.
+    def is_intermediate(self, x: torch.Tensor) -> bool:
+        """Whether an earlier graph of this forward pass made ``x``, and no other graph saves it.
+
+        Such a tensor (an edge index with self-loops, say) is held by the graph alone that saves it. Of what eager
+        PyTorch made, nobody knows whether somebody holds it.
         """
         if self._call is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
             return False
-        return not self._call.is_owned(x) and (x.shape, x.dtype) not in self._shared
+        made = self._call.made.get(x.untyped_storage()._cdata)
+        return made is not None and not made.expired() and (x.shape, x.dtype) not in self._shared
 
-    def watch_inputs(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, a compiled graph, noting which of its inputs other graphs save, too."""
+    def watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, a compiled graph, noting what it makes without a gradient, and which of that other graphs save."""
 
         @functools.wraps(run)
         def call(*arguments: Any) -> Any:
-            call, inputs = self._call, [x for x in arguments if isinstance(x, torch.Tensor)]
-            read = {x.untyped_storage()._cdata: x for x in inputs if not x.requires_grad and self.is_intermediate(x)}
+            call = self._call
             result = run(*arguments)
+            if call is None:
+                return result
+            inputs = {x.untyped_storage()._cdata: x for x in arguments if _is_plain(x) and not x.requires_grad}
+            outputs = [x for x in tree_leaves(result) if _is_plain(x)]
             # A graph without a backward pass saves nothing.
-            if call is not None and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(result)):
-                for storage, x in read.items():
-                    known = call.graph_inputs.get(storage)
-                    if known is not None and not known.expired():
+            if any(x.requires_grad for x in outputs):
+                for storage, x in inputs.items():
+                    if storage in call.read_by_graphs and self.is_intermediate(x):
                         self._shared.add((x.shape, x.dtype))
-                    call.graph_inputs[storage] = StorageWeakRef(x.untyped_storage())
+                    call.read_by_graphs.add(storage)
+            for x in outputs:
+                storage = x.untyped_storage()
+                if not x.requires_grad and storage._cdata not in inputs:
+                    call.made[storage._cdata] = StorageWeakRef(storage)
             return result
 
         return call
@@ -141,6 +155,7 @@ class EagerRegions:
             return held
         if call.is_owned(x):
             return held
+        held.reads = call.reads
         call.saved.append((held, call.number_of_storage(x)))
         if x.dtype in (*SOURCE_DTYPES, torch.bool) and x.numel() >= self._min_elements:
             held.place = self._place(x, call)
@@ -151,6 +166,8 @@ class EagerRegions:
 
     def _read(self, held: Held) -> torch.Tensor:
         self._has_read = True
+        if held.reads is not None:
+            held.reads.any = True
         return held.read()
 
     def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
@@ -212,10 +229,9 @@ class EagerRegions:
                 waiting -= 1
             if not waiting:
                 break
-        if self._has_read or self._calls == _MAX_CALLS:
-            self._has_read, self._calls, self.latest = False, 0, ()
-        self._calls += 1
-        self.latest += tuple(call.records(self._uses))
+        if self._has_read or len(self._passes) == _MAX_CALLS:
+            self._has_read, self._passes = False, []
+        self._passes.append((call.reads, tuple(call.records(self._uses))))
 
     def _check(self, held: Held, use: Use, found: Use) -> None:
         """Keep exact from now on what has been stored for another use than it has."""
@@ -262,6 +278,10 @@ def _top_hooks() -> Any:
 def _hooks_are_forbidden() -> bool:
     """Whether hooks cannot be set, as within ``torch.func.grad``."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def _is_plain(x: object) -> bool:
+    return type(x) is torch.Tensor and x.layout is torch.strided
 
 
 def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:

@@ -186,10 +186,17 @@ class Session:
         for call in self.on_failure:
             call()
 
+    def _budget_of_graphs(self) -> Config:
+        """The configuration, with what eager regions take off its bytes."""
+        if self.config.budget_bytes is None or self.eager_regions is None:
+            return self.config
+        taken = sum(tensor.bytes_after for tensor in self.eager_regions.latest)
+        return replace(self.config, budget_bytes=max(self.config.budget_bytes - taken, 1))
+
     def make_plan(self) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on."""
         graphs = [profile.tensors() for profile in self.profiles.values()]
-        plan = choose_plan(graphs, self.config, self.model, self.minibatch_variance)
+        plan = choose_plan(graphs, self._budget_of_graphs(), self.model, self.minibatch_variance)
         before = self.plan
         if before is not None and not _is_better(plan, before, graphs):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)

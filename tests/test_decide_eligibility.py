@@ -42,12 +42,12 @@ def test_small_tensors_are_kept(trace: Trace) -> None:
     assert "fewer than 64 elements" in {d.reason for d in analysis.eligibility}
 
 
-def test_float64_is_compressed_and_integers_are_kept(trace: Trace) -> None:
+def test_float64_is_compressed_and_indices_are_packed(trace: Trace) -> None:
     w = nn.Parameter(torch.randn(16, 32, dtype=torch.float64))
     analysis = analyze(trace(lambda x: (x @ w).tanh().sum(), torch.randn(8, 16, dtype=torch.float64)))
     assert [t.op for t, _ in analysis.quantized()] == ["aten.tanh"]
-    rounded = reasons(trace, lambda x: (x * w[0, 0].float()).gather(1, (x * 8).long()).sum(), torch.rand(8, 16))
-    assert rounded["aten._to_copy"] == "int64 is kept exact"
+    taken = reasons(trace, lambda x: (x * w[0, 0].float()).gather(1, (x * 8).long()).sum(), torch.rand(8, 16))
+    assert taken["aten._to_copy"] == "integers of a known range, packed exactly"
 
 
 def test_a_kept_tensor_keeps_what_shares_its_memory(trace: Trace) -> None:

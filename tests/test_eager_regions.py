@@ -384,3 +384,12 @@ def test_bytes_of_a_model_that_is_called_twice_in_a_step() -> None:
             sum(ours(batch) for _ in range(calls)).backward()
         totals.append(sum(row.bytes_after for row in gact_fx.inspect(ours).rows if row.graph is None))
     assert totals == [totals[0], 2 * totals[0], 2 * totals[0], totals[0]]
+
+
+def test_what_a_closure_holds_is_no_activation() -> None:
+    """A batch that the caller holds frees nothing when it is stored in codes, whichever way it reaches the model."""
+    weight, batch = nn.Parameter(torch.randn(64, 64)), torch.randn(128, 64)
+    step = gact_fx.compile(lambda: (batch @ weight).tanh().square().sum(), inner="eager", min_elements=64)
+    for _ in range(2):
+        step().backward()
+    assert all(row.bytes_before == 0 for row in gact_fx.inspect(step).rows if row.op == "input")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from activation_bytes import _graph_nodes, _tensors_of
+from activation_bytes import activation_bytes
 from torch import nn
 
 import gact_fx
@@ -68,17 +68,11 @@ def rows(count: int = 256) -> torch.Tensor:
 
 
 def held(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that the compiled graphs hold between forward and backward of one training step.
-
-    Dynamo leaves a loop with graph breaks to eager PyTorch, and compiles what it calls.
-    """
+    """Bytes held between forward and backward of one training step, by graphs and by eager PyTorch between them."""
     loss = model(x)
-    nodes = [node for node in _graph_nodes(loss.grad_fn) if "CompiledFunctionBackward" in type(node).__name__]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for node in nodes for t in _tensors_of(node)}
-    for tensor in (*model.parameters(), x):
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    found = activation_bytes(loss, exclude=[*model.parameters(), x])
     loss.backward()
-    return sum(storage.nbytes() for storage in storages.values())
+    return found
 
 
 def test_a_repeated_graph_counts_as_often_as_it_runs() -> None:

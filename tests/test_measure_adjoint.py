@@ -22,10 +22,12 @@ INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 Values = dict[tuple[int, str], float]
 
 
-def record(function: Callable[..., torch.Tensor], *batch: torch.Tensor, inner: str = "eager") -> list[Step]:
+def record(
+    function: Callable[..., torch.Tensor], *batch: torch.Tensor, inner: str = "eager", **options: str
+) -> list[Step]:
     """One training step of ``function``, as profiling sees it."""
     recorder = Recorder(lambda steps, gradients: None)
-    backend = Backend(Session(Config(min_elements=64, inner=inner)), interpreted=True, recorder=recorder)
+    backend = Backend(Session(Config(min_elements=64, inner=inner, **options)), interpreted=True, recorder=recorder)
     compiled = torch.compile(lambda *inputs: function(*inputs), backend=backend)
     recorder.start()
     compiled(*batch).backward()
@@ -234,7 +236,7 @@ def test_what_has_no_second_derivative_is_left_to_algorithm_1(operator: Callable
     def function(x: torch.Tensor) -> torch.Tensor:
         return second(operator(first(x))).tanh().square().sum()
 
-    steps = record(function, torch.randn(96, 48))
+    steps = record(function, torch.randn(96, 48), unknown_operators="compress")
     ((_, opaque),) = measure_adjoint(steps, probes=4)
     saved = {tensor.name: tensor.op for tensor in steps[0].analysis.saved}
     wanted = empirical(steps)
