@@ -33,9 +33,13 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
+    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with.
+
+    ``eager_nbytes``: what its eager regions hold for backward.
+    """
 
     profiles: dict[str, GraphProfile]
+    eager_nbytes: int
     minibatch_variance: float | None
     max_gradient_noise: float | None
     plan: Plan | None
@@ -133,6 +137,7 @@ class Ranks:
         samples = self._gather(
             Sample(
                 session.profiles if brings else {},
+                session.eager_nbytes(),
                 session.minibatch_variance,
                 session.config.max_gradient_noise,
                 session.plan if is_first else None,
@@ -161,7 +166,8 @@ class Ranks:
         if is_first:
             # Plans that the ranks made apart are nothing to compare with.
             session.plan = None
-        session.make_plan()
+        # The budget has to do on the rank whose eager regions hold most.
+        session.make_plan(max(sample.eager_nbytes for sample in samples))
         self._has_sample = False
 
     def _gather(self, mine: Sample) -> list[Sample]:

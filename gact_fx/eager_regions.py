@@ -69,7 +69,6 @@ class EagerRegions:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._read)
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
-        # Of all forward passes since the last backward pass.
         # The forward passes of the latest step.
         self._passes: list[tuple[Reads, tuple[EagerTensor, ...]]] = []
         self._has_read = False

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gact_fx.codec_layout import check_rounding
-from gact_fx.records import SavedTensor, Sensitivity
+from gact_fx.codec_layout import BFLOAT16_BITS, check_rounding
+from gact_fx.records import Eligibility, SavedTensor, Sensitivity
 
 FORMAT = 2
 
@@ -35,6 +35,13 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.bits is not None:
             check_rounding("Plan", self.rounding, self.bits)
+
+    def fits(self, tensor: SavedTensor, how: Eligibility) -> bool:
+        """Whether a decision made for another graph can be kept to for ``tensor``."""
+        if self.bits is None:
+            return how.exact_allowed
+        can_be_coded = self.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
+        return self.bits >= how.min_bits and can_be_coded
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,11 @@ class Recorder:
         self._waiting[key] = self._waiting.get(key, 0) + 1
         if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
             log.warning(
-                "%d forward passes in a row, and gact_fx saw no backward pass, which it samples: put validation under "
-                "torch.no_grad(); compiled autograd runs backward passes itself, and needs sample_batches or plan=",
-                MAX_WAITING + 1,
-            )
+                "a graph ran forward %d times, and gact_fx has seen no backward pass, which it samples. Within one "
+                "step that is fine, and the last %d runs are measured. Put validation under torch.no_grad(); compiled "
+                "autograd runs backward passes itself, and needs sample_batches or plan=",
+                MAX_WAITING + 1, MAX_WAITING,
+            )  # fmt: skip
 
     def _leave(self, key: int) -> None:
         self._waiting[key] = max(self._waiting.get(key, 0) - 1, 0)

@@ -15,7 +15,6 @@ from torch import fx
 from gact_fx.accounting import fixed_nbytes
 from gact_fx.aot import GraphPair, Mark
 from gact_fx.budget import GraphTensors, choose_plan
-from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
 from gact_fx.eager_regions import EagerRegions
@@ -26,7 +25,7 @@ from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
 from gact_fx.recorder import LeafGradients
-from gact_fx.records import Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.records import GraphAnalysis
 from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
 from gact_fx.tape import Step
@@ -186,17 +185,20 @@ class Session:
         for call in self.on_failure:
             call()
 
-    def _budget_of_graphs(self) -> Config:
-        """The configuration, with what eager regions take off its bytes."""
-        if self.config.budget_bytes is None or self.eager_regions is None:
-            return self.config
-        taken = sum(tensor.bytes_after for tensor in self.eager_regions.latest)
-        return replace(self.config, budget_bytes=max(self.config.budget_bytes - taken, 1))
+    def eager_nbytes(self) -> int:
+        """What eager regions held for backward in the latest step, in bytes."""
+        return sum(t.bytes_after for t in self.eager_regions.latest) if self.eager_regions is not None else 0
 
-    def make_plan(self) -> Plan:
-        """Allocate bits over all profiled graphs together, and run the plan from now on."""
-        graphs = [profile.tensors() for profile in self.profiles.values()]
-        plan = choose_plan(graphs, self._budget_of_graphs(), self.model, self.minibatch_variance)
+    def make_plan(self, eager_nbytes: int | None = None) -> Plan:
+        """Allocate bits over all profiled graphs together, and run the plan from now on.
+
+        ``eager_nbytes`` come off ``budget_bytes``; None: what this process's eager regions hold.
+        """
+        graphs, config = [profile.tensors() for profile in self.profiles.values()], self.config
+        if config.budget_bytes is not None:
+            taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
+            config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
+        plan = choose_plan(graphs, config, self.model, self.minibatch_variance)
         before = self.plan
         if before is not None and not _is_better(plan, before, graphs):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
@@ -271,7 +273,7 @@ class Session:
         chosen = []
         for tensor, how in analysis.quantized():
             entry = entries[tensor.key]
-            chosen.append(entry if _fits(entry, tensor, how) else default.entries()[tensor.key])
+            chosen.append(entry if entry.fits(tensor, how) else default.entries()[tensor.key])
         return GraphPlan(key, tuple(chosen), found.saved, found.runs)
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
@@ -286,14 +288,6 @@ def _is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool
         return False
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
-
-
-def _fits(entry: TensorPlan, tensor: SavedTensor, how: Eligibility) -> bool:
-    """Whether a decision made for another graph can be kept to."""
-    if entry.bits is None:
-        return how.exact_allowed
-    can_be_coded = entry.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
-    return entry.bits >= how.min_bits and can_be_coded
 
 
 def _cuda_devices(steps: Sequence[Step]) -> list[int]:

@@ -231,8 +231,33 @@ def sharded_and_checkpointed(rank: int) -> dict[str, Any]:
     return {**found, "met in backward": where}
 
 
+def uneven(rank: int) -> dict[str, Any]:
+    """A budget of bytes, of which eager regions take more on one rank than on the other."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Broken(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.in_eager(self.blocks[0](x))
+            return self.blocks[1](hidden).square().mean()  # type: ignore[no-any-return]
+
+        @torch.compiler.disable
+        def in_eager(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(1 + 2 * rank):
+                x = torch.sin(x)
+            return x
+
+    net = Broken()
+    exact = DistributedDataParallel(copy.deepcopy(net))
+    options = {**OPTIONS, "budget_bytes": 20_000}
+    twins = Twins(DistributedDataParallel(gact_fx.compile(net, **options)), net, exact, rank)
+    for number in range(4):
+        twins.step(number)
+    held = sum(row.bytes_after for row in gact_fx.inspect(net).rows)
+    return {**twins.result(), "held": held, "eager": net._gact_fx_session.eager_nbytes()}  # type: ignore[union-attr, operator]
+
+
 SCENARIOS: list[Callable[[int], dict[str, Any]]] = [
-    inside, early, around, again, buckets, failing, sharded, sharded_and_checkpointed,
+    inside, early, around, again, buckets, failing, sharded, sharded_and_checkpointed, uneven,
 ]  # fmt: skip
 
 
@@ -294,6 +319,12 @@ def test_buckets_are_graphs_that_share_a_budget(results: list[dict[str, Any]]) -
 def test_where_one_rank_cannot_measure_none_compresses(results: list[dict[str, Any]]) -> None:
     errors = results[0]["failing"]["errors"]
     assert errors[0] > 1e-5 and errors[-1] < 1e-6
+
+
+def test_a_budget_of_bytes_does_on_the_rank_with_most_in_eager_regions(results: list[dict[str, Any]]) -> None:
+    one, other = (result["uneven"] for result in results)
+    assert other["eager"] > 1.5 * one["eager"] > 0
+    assert 0.7 * 20_000 < other["held"] <= 20_000
 
 
 def test_sharded_parameters(results: list[dict[str, Any]]) -> None:
