@@ -2,7 +2,8 @@
 
     python benchmarks/sensitivity.py [--draws 64] [--probes 2] [NETWORK ...]
 
-"broken" is a small network with a graph break, whose tensors move the gradient of an earlier graph's parameters.
+"broken" is a small network with a graph break, whose tensors move the gradient of an earlier graph's parameters;
+"eager" is the same with operators between the graphs that run in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ Network = tuple[nn.Module, Batch, Callable[[nn.Module, Batch], torch.Tensor]]
 
 
 class Broken(nn.Module):
-    """Two compiled graphs with a graph break between them."""
+    """Two compiled graphs with a graph break between them, or with ``between``, which runs in eager PyTorch."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()
+        self.between = between
         sizes = ((64, 256), (256, 256), (256, 256), (256, 256), (256, 64))
         self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
         self.norms = nn.ModuleList(nn.LayerNorm(size[1]) for size in sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.part(x, 0, 3)
-        torch._dynamo.graph_break()
+        if self.between is not None:
+            x = self.between(x)
+        else:
+            torch._dynamo.graph_break()
         return self.part(x, 3, 5).square().mean()
 
     def part(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -48,12 +53,17 @@ class Broken(nn.Module):
         return x
 
 
+@torch.compiler.disable
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1).sin() * 3
+
+
 def network(name: str) -> Network:
-    if name != "broken":
+    if name not in ("broken", "eager"):
         found: Network = build(name)
         return found
     torch.manual_seed(0)
-    return Broken(), {"x": torch.randn(256, 64)}, lambda model, batch: model(**batch)
+    return Broken(wave if name == "eager" else None), {"x": torch.randn(256, 64)}, lambda model, batch: model(**batch)
 
 
 def recorded_step(name: str) -> list[Step]:
@@ -99,7 +109,7 @@ def measure(name: str, draws: int, probes: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=["broken", "bert", "gpt2", "llama", "swin", "resnet50"])
+    parser.add_argument("networks", nargs="*", default=["broken", "eager", "bert", "gpt2", "llama", "swin", "resnet50"])
     parser.add_argument("--draws", type=int, default=64, help="perturbed gradients per tensor for Algorithm 1")
     parser.add_argument(
         "--probes", type=int, default=Config.profile_draws, help="random vectors for the adjoint passes"

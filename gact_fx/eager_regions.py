@@ -72,6 +72,7 @@ class EagerRegions:
         # The forward passes of the latest step.
         self._passes: list[tuple[Reads, tuple[EagerTensor, ...]]] = []
         self._has_read = False
+        self._is_paused = False
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks or asked for eager."""
@@ -164,9 +165,11 @@ class EagerRegions:
         return held
 
     def _read(self, held: Held) -> torch.Tensor:
-        self._has_read = True
-        if held.reads is not None:
-            held.reads.any = True
+        # What profiling reads meanwhile is no backward pass of training.
+        if not self._is_paused:
+            self._has_read = True
+            if held.reads is not None:
+                held.reads.any = True
         return held.read()
 
     def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
@@ -252,9 +255,11 @@ def paused() -> Iterator[None]:
         yield
         return
     regions._hooks.__exit__()
+    regions._is_paused = True
     try:
         yield
     finally:
+        regions._is_paused = False
         regions._hooks.__enter__()
 
 

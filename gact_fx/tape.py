@@ -10,8 +10,11 @@ import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
+from gact_fx.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.records import GraphAnalysis
 
+# The index of a step, and the name of one of its tangents.
+Target = tuple[int, str]
 # Forward passes of one graph that may wait for their backward passes.
 MAX_WAITING = 8
 
@@ -22,13 +25,22 @@ class Step:
 
     ``pair`` has the rewritten graphs, and ``arguments`` are the inputs of its backward graph in the order of the
     placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
-    earlier step that computed this input and the name of that step's tangent.
+    earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
+    the input, to what happens to the gradient there, whose ends are such targets.
     """
 
     pair: GraphPair
     analysis: GraphAnalysis
     arguments: Sequence[Any]
-    flows: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    flows: Mapping[int, Target] = field(default_factory=dict)
+    detours: Mapping[int, EagerVJP] = field(default_factory=dict)
+
+    def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Target | None, torch.Tensor]]:
+        """Where a backward output flows on to, and as what; None where it is the gradient of a leaf."""
+        if position not in self.detours:
+            return [(self.flows.get(position), gradient)]
+        detour = self.detours[position]
+        return [(end, g) for end, g in zip(detour.ends, detour(gradient), strict=True) if g is not None]
 
     @property
     def backward(self) -> fx.GraphModule:
@@ -77,6 +89,7 @@ class _Call:
     """One forward call; the tensors are held so that no other tensor can take their addresses.
 
     ``read`` and ``made`` identify the activations among the inputs, and the outputs, as they were in this call.
+    ``detours`` are there for inputs that eager PyTorch computed; their ends are earlier calls and numbers of outputs.
     """
 
     graph: int
@@ -84,6 +97,7 @@ class _Call:
     outputs: list[Any]
     read: dict[int, _Identity]
     made: dict[int, _Identity]
+    detours: dict[int, EagerVJP]
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
 
 
@@ -101,7 +115,19 @@ class Tape:
             self._calls.remove(waiting[0])
         read = {i: _identity(x) for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
         made = {i: _identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
-        self._calls.append(_Call(graph, list(inputs), list(outputs), read, made))
+        self._calls.append(_Call(graph, list(inputs), list(outputs), read, made, self._detours(inputs, read)))
+
+    def _detours(self, inputs: Sequence[Any], read: Mapping[int, _Identity]) -> dict[int, EagerVJP]:
+        """What happens to the gradients of inputs that no graph made, where that can be said."""
+        known = {identity for call in self._calls for identity in call.made.values()}
+        entries: dict[Entry, tuple[_Call, int]] = {}
+        for call in self._calls:
+            for position, x in enumerate(call.outputs):
+                # With the version it was made in, it still is what its graph returned.
+                if position in call.made and x.grad_fn is not None and call.made[position] == _identity(x):
+                    entries[x.grad_fn, x.output_nr] = call, position
+        found = {position: follow(inputs[position], entries) for position, i in read.items() if i not in known}
+        return {position: vjp for position, vjp in found.items() if vjp is not None}
 
     def record_backward(
         self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]
@@ -117,13 +143,13 @@ class Tape:
         return []
 
     def breaks(self) -> list[str]:
-        """In words, the activations that a graph gives a gradient and got from none of the graphs before it."""
+        """In words, the activations that a graph gives a gradient which cannot be followed to the graphs before it."""
         found = []
         made: set[_Identity] = set()
         for index, call in enumerate(self._calls):
             for position, identity in call.read.items():
                 tensor = call.inputs[position]
-                if call.step is not None and made and identity not in made:
+                if call.step is not None and made and identity not in made and position not in call.detours:
                     found.append(f"graph {index} reads the {tuple(tensor.shape)} result of {tensor.grad_fn.name()}")
             made.update(call.made.values())
         return found
@@ -131,20 +157,22 @@ class Tape:
     def steps(self) -> list[Step]:
         """The graphs that ran backward, in forward's order."""
         calls = [call for call in self._calls if call.step is not None]
-        made: dict[_Identity, tuple[int, str]] = {}
+        made: dict[_Identity, Target] = {}
+        targets: dict[tuple[_Call, int], Target] = {}
         steps = []
         for index, call in enumerate(calls):
             assert call.step is not None
             pair, analysis, arguments = call.step
-            flows = {
-                output: made[call.read[position]]
-                for output, position in pair.gradients_of_inputs().items()
-                if call.read.get(position) in made
-            }
-            steps.append(Step(pair, analysis, arguments, flows))
+            flows, detours = {}, {}
+            for output, position in pair.gradients_of_inputs().items():
+                if call.read.get(position) in made:
+                    flows[output] = made[call.read[position]]
+                elif position in call.detours:
+                    detours[output] = call.detours[position].towards(targets)
+            steps.append(Step(pair, analysis, arguments, flows, detours))
             for position, tangent in pair.tangents_of_outputs().items():
                 if position in call.made:
-                    made[call.made[position]] = (index, tangent)
+                    made[call.made[position]] = targets[call, position] = (index, tangent)
         return steps
 
 

@@ -14,11 +14,13 @@ incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 
 from gact_fx.adjoint import Adjoint, Place, Signs, Slopes, Sources
+from gact_fx.eager_vjp import EagerVJP
 from gact_fx.passes.measure_rounding import RoundingMeter
 from gact_fx.tape import Step
 
@@ -38,11 +40,27 @@ def measure_adjoint(
     # Gradients flow from late graphs to early ones, and their derivatives back.
     for index, step in enumerate(steps):
         arriving = {position: flowing.get(target, []) for position, target in step.flows.items()}
+        for position, detour in step.detours.items():
+            arriving[position] = _arriving(detour, flowing, signs, probes)
         adjoint = Adjoint(step, sources[index], arriving, signs, probes)
         flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
         meters.append(adjoint.meters)
         opaque |= adjoint.opaque
     return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
+
+
+def _arriving(detour: EagerVJP, flowing: Mapping[Place, Slopes], signs: Signs, probes: int) -> Slopes:
+    """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves."""
+    found = []
+    for probe in range(probes):
+        slopes: list[torch.Tensor | None] = []
+        for end, like in zip(detour.ends, detour.shapes(), strict=True):
+            if end is None and like is not None:
+                slopes.append(signs.like(like))
+            else:
+                slopes.append(flowing[end][probe] if flowing.get(end) else None)
+        found.append(detour.transpose(slopes))
+    return found
 
 
 def _find_sources(steps: Sequence[Step]) -> list[Sources]:
@@ -56,7 +74,8 @@ def _find_sources(steps: Sequence[Step]) -> list[Sources]:
         for node in step.backward.graph.nodes:
             inputs = frozenset().union(*(sources[i] for i in node.all_input_nodes))
             sources[node] = given.get(node.name, inputs)
-        for position, target in step.flows.items():
+        onward = [*step.flows.items(), *((p, end) for p, detour in step.detours.items() for end in detour.ends if end)]
+        for position, target in onward:
             returned = step.pair.backward_outputs[position]
             if isinstance(returned, fx.Node):
                 flowing[target] = flowing.get(target, frozenset()) | sources[returned]

@@ -41,10 +41,10 @@ def measure_sensitivity(
     """
     probes = [_Probe(step, seed) for step in steps]
     results: list[dict[str, float]] = []
-    for index, (step, probe) in enumerate(zip(steps, probes, strict=True)):
+    for index, probe in enumerate(probes):
         found = {}
         for name, differences in probe.perturbed_gradients(draws, None if only is None else only[index]):
-            squares = sum(_squared_norm(step, difference, probes) for difference in differences)
+            squares = sum(_squared_norm(index, difference, probes) for difference in differences)
             found[name] = 0.5 * squares / draws / step_variance(PROBE_BITS)
             progress(1)
         results.append(found)
@@ -94,22 +94,25 @@ class _Probe:
         return lambda: ops.decompress(blob, shape, dtype, *codec)
 
 
-def _squared_norm(step: Step, outputs: list[Any], probes: list[_Probe]) -> float:
-    """Squared norm of a change of gradients, with what flows on to earlier graphs counted where it ends."""
+def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:
+    """Squared norm of a change of gradients in one step, with what flows on to earlier graphs counted where it ends."""
     total = 0.0
-    onward: dict[int, dict[str, torch.Tensor]] = {}
-    for position, value in enumerate(outputs):
-        if not isinstance(value, torch.Tensor):
-            continue
-        if position in step.flows:
-            earlier, tangent = step.flows[position]
-            onward.setdefault(earlier, {})[tangent] = value.reshape(probes[earlier].tangent_shape(tangent))
-        else:
-            total += float(value.double().square().sum())
-    for earlier, tangents in onward.items():
-        probe = probes[earlier]
-        total += _squared_norm(probe.step, probe.respond(tangents), probes)
-    return total
+    changes: dict[int, dict[str, torch.Tensor]] = {}
+    while True:
+        for position, value in enumerate(outputs):
+            for target, part in probes[index].step.onward(position, value) if isinstance(value, torch.Tensor) else ():
+                if target is None:
+                    total += float(part.double().square().sum())
+                    continue
+                earlier, tangent = target
+                known = changes.setdefault(earlier, {})
+                part = part.reshape(probes[earlier].tangent_shape(tangent))
+                known[tangent] = known[tangent] + part if tangent in known else part
+        if not changes:
+            return total
+        # The latest first: all that flows to a graph has arrived when it runs.
+        index = max(changes)
+        outputs = probes[index].respond(changes.pop(index))
 
 
 def _difference(left: list[Any], right: list[Any]) -> list[Any]:

@@ -7,13 +7,17 @@ import torch
 from torch import nn
 
 import gact_fx
+from gact_fx.config import Config
+from gact_fx.passes import measure_sensitivity
+from gact_fx.sensitivity import measure_step
+from gact_fx.tape import Step
 
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 
 
 @torch.compiler.disable
-def times_ten(h: torch.Tensor) -> torch.Tensor:
-    return h * 10
+def times_ten_of_sine(h: torch.Tensor) -> torch.Tensor:
+    return torch.sin(h) * 10
 
 
 @torch.compiler.disable
@@ -37,30 +41,140 @@ class Net(nn.Module):
         return loss
 
 
-def flows(between: object) -> int:
-    """Gradients that were followed from one graph to an earlier one."""
-    found: list[int] = []
-    measure = gact_fx.session.Session.measure
+def recorded(model: nn.Module) -> list[Step]:
+    """The step that was profiled."""
+    found: list[list[Step]] = []
 
     class Watched(gact_fx.session.Session):
         def measure(self, steps):  # type: ignore[no-untyped-def]
-            found.append(sum(len(step.flows) for step in steps))
-            return measure(self, steps)
+            found.append(list(steps))
+            return super().measure(steps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gact_fx.api.Session", Watched)
-        gact_fx.compile(Net(between), inner="eager", min_elements=64, sample_batches=[X])
+        gact_fx.compile(model, inner="eager", min_elements=64, sample_batches=[X])
     return found[0]
 
 
-@pytest.mark.parametrize("between", [times_ten, times_ten_in_place])
-def test_a_gradient_is_not_followed_through_an_eager_operator(
-    between: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether its result lies elsewhere or in its input's place; the warning names it."""
+def flows(between: object) -> int:
+    """Gradients that one graph hands to an earlier one, as they are."""
+    return sum(len(step.flows) for step in recorded(Net(between)))
+
+
+class Weighted(nn.Module):
+    """Eager PyTorch, with a parameter of its own, between two graphs where ``is_broken``."""
+
+    def __init__(self, is_broken: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.between = torch.compiler.disable(self.mix) if is_broken else self.mix
+
+    def mix(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.sin(10 * h) @ self.weight + h.cumsum(1) / 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.between(torch.tanh(self.a(x)) * 2)
+        loss: torch.Tensor = torch.sigmoid(torch.tanh(self.b(h) / 10) * 3).square().sum()
+        return loss
+
+
+def test_a_gradient_is_followed_through_eager_operators(caplog: pytest.LogCaptureFixture) -> None:
+    """To the parameters of the graph before, and to those of the eager part; the oracles are Algorithm 1, and the same
+    network in one graph.
+    """
     with caplog.at_level(logging.WARNING, "gact_fx"):
-        assert flows(between) == 0
-    assert "graph 1 reads the (256, 64) result of MulBackward0" in caplog.text
+        broken, whole = recorded(Weighted(True)), recorded(Weighted(False))
+    assert "reads the" not in caplog.text
+    assert [detour.ends for detour in broken[1].detours.values()] == [((0, "tangents_1"), None)]
+    with torch.no_grad():
+        adjoint = measure_step(broken, Config(profile_draws=32))
+        empirical = measure_sensitivity(broken, draws=32)
+        (reference,) = measure_step(whole, Config(profile_draws=32))
+    for found, expected in zip(adjoint, empirical, strict=True):
+        assert found
+        for name, value in expected.items():
+            assert found[name].value == pytest.approx(value, rel=0.15)
+    (name,) = (t.name for t in broken[1].analysis.saved if t.key == "aten.tanh#0")
+    (same,) = (t.name for t in whole[0].analysis.saved if t.key == "aten.tanh#1")
+    assert adjoint[1][name].value == pytest.approx(reference[same].value, rel=0.15)
+
+
+class Rounded(torch.autograd.Function):
+    """Its backward could do anything."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x * 10
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient * 10
+
+
+@torch.compiler.disable
+def by_a_function(h: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Rounded.apply(h)  # type: ignore[no-untyped-call]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("between", "node"), [(by_a_function, "RoundedBackward"), (times_ten_in_place, "MulBackward0")]
+)
+def test_what_cannot_be_followed_is_named(between: object, node: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A custom function may do anything in backward, and of a graph's result that was written to, autograd says no more
+    where it came from.
+    """
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        steps = recorded(Net(between))
+    assert not any(step.flows or step.detours for step in steps)
+    assert f"graph 1 reads the (256, 64) result of {node}" in caplog.text
+
+
+def test_a_graph_on_the_way_from_another_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Eager PyTorch that reads two graphs' results, one of which comes from the other."""
+
+    class Skipping(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = torch.tanh(self.a(x))
+            torch._dynamo.graph_break()
+            second = torch.tanh(self.b(first))
+            return torch.tanh(add(first, second)).square().sum()
+
+    @torch.compiler.disable
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b
+
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        steps = recorded(Skipping(None))
+    assert [len(step.flows) for step in steps] == [0, 1, 0] and not any(step.detours for step in steps)
+    assert "graph 2 reads the (256, 64) result of MulBackward0" in caplog.text
+
+
+def test_a_gradient_is_followed_to_parameters_before_the_first_graph() -> None:
+    class Late(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.b(self.eager(x))).square().sum()
+
+        @torch.compiler.disable
+        def eager(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.a(x)) * 3
+
+    (step,) = recorded(Late(None))
+    assert [detour.ends for detour in step.detours.values()] == [(None, None)]
+
+
+def test_profiling_is_no_backward_pass_of_the_eager_part() -> None:
+    """Of several forward passes in one step, all are counted that hold something for backward."""
+    model = gact_fx.compile(Net(times_ten_of_sine), inner="eager", min_elements=64, budget_bits=4)
+    for _ in range(3):
+        (model(X) + model(X)).backward()
+    rows = [row for row in gact_fx.inspect(model).rows if row.graph is None]
+    one = gact_fx.compile(Net(times_ten_of_sine), inner="eager", min_elements=64, budget_bits=4)
+    for _ in range(3):
+        one(X).backward()
+    assert len(rows) == 2 * len([row for row in gact_fx.inspect(one).rows if row.graph is None]) > 0
 
 
 def test_a_gradient_is_followed_where_nothing_is_computed_between(caplog: pytest.LogCaptureFixture) -> None:
