@@ -23,6 +23,7 @@ from gact_fx.graph_edit import copy_module
 from gact_fx.graph_profile import GraphProfile
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
 from gact_fx.passes.mark_recomputation import mark_recomputation
+from gact_fx.passes.share_softmax import share_softmax
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
 from gact_fx.recorder import LeafGradients
 from gact_fx.records import GraphAnalysis
@@ -91,6 +92,8 @@ class Session:
     def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
         """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
         mark = partial(mark_recomputation, recompute=self.config.recompute)
+        if self.config.recompute != "off":
+            share_softmax(joint)
         if self.config.recompute != "full":
             return partition(joint, mark)
         trial = partition(copy_module(joint), mark)

@@ -1,7 +1,8 @@
 """The passes, in the order in which they run on one model.
 
 1. ``mark_recomputation``   in the joint graph: what backward may compute again, and what must be saved
-   (``choose_products``     which matrix products and attention, with recompute="full";
+   (``share_softmax``       log-softmax's exponential, in backward, from forward's, where scores were capped;
+   ``choose_products``      which matrix products and attention, with recompute="full";
    PyTorch's min-cut partitioner then cuts the joint graph in two)
 2. ``recompute_attention``  fused attention's logsumexp is computed again in backward, from what query and key became
 3. ``expose_decisions``     ReLU, clamp and the like as comparisons, in backward
@@ -48,6 +49,7 @@ from gact_fx.passes.measure_adjoint import measure_adjoint
 from gact_fx.passes.measure_rounding import RoundingMeter, step_variance
 from gact_fx.passes.measure_sensitivity import measure_sensitivity
 from gact_fx.passes.recompute_attention import recompute_attention
+from gact_fx.passes.share_softmax import share_softmax
 from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 
@@ -74,6 +76,7 @@ __all__ = [
     "measure_adjoint",
     "measure_sensitivity",
     "recompute_attention",
+    "share_softmax",
     "step_variance",
     "swap_codes",
     "verify_graphs",

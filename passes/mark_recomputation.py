@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.passes.find_masks import is_discontinuous, is_known
+from gact_fx.passes.share_softmax import is_exp_of_bent
 from gact_fx.symbolic import hint
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ def mark_recomputation(
 def _is_wanted(node: fx.Node) -> bool:
     """Whether ``node`` is to be saved; what the user's own checkpointing has decided stays as it is."""
     if "recompute" not in node.meta:
-        return not is_cheap(node) or _is_scattered_exp(node)
+        return not is_cheap(node) or _is_scattered_exp(node) or is_exp_of_bent(node)
     return node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE and _is_reciprocal_deviation(node)
 
 

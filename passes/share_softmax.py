@@ -1,0 +1,86 @@
+"""Have backward read the exponential of a softmax whose scores another operator bends.
+
+Backward reads the scores of a softmax through their exponential only, which is saved in their place
+(`find_substitutes`). Not so where they were capped, as ``c * tanh(x / c)``: tanh's derivative asks for the scores as
+well, and an error in them would pass the exponential. There, the exponential is saved beside them: it is linear in
+backward. Decomposed log-softmax takes it a second time, of the logarithms; that is the same quotient as softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from gact_fx.graph_edit import add_call
+
+aten = torch.ops.aten
+# What a derivative does not read its argument for.
+_LINEAR = frozenset(
+    {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.masked_fill, aten.view, aten.reshape,
+     aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.expand, aten.clone, aten._to_copy,
+     torch.ops.prims.convert_element_type}
+)  # fmt: skip
+_CURVED = frozenset(
+    {aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.sin, aten.cos, aten.erf, aten.atan, aten.pow}
+)
+
+
+def share_softmax(joint: fx.GraphModule) -> fx.GraphModule:
+    """Edit the joint graph in place: ``exp(x - max - log(sum))`` as ``exp(x - max) / sum``, of bent scores x."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=aten.exp.default):
+        found = _log_softmax(node)
+        if found is not None and is_exp_of_bent(found[0]):
+            with graph.inserting_before(node):
+                quotient = add_call(graph, aten.div.Tensor, found, f"{node.name}_shared")
+            node.replace_all_uses_with(quotient)
+            graph.erase_node(node)
+    joint.recompile()
+    return joint
+
+
+def is_exp_of_bent(node: fx.Node) -> bool:
+    """Whether ``node`` is the exponential in a softmax over what an operator made whose derivative reads it."""
+    shifted = node.args[0] if node.target is aten.exp.default else None
+    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
+        return False
+    scores, largest = shifted.args[:2]
+    is_shift = isinstance(largest, fx.Node) and largest.target is aten.amax.default and largest.args[0] is scores
+    return is_shift and isinstance(scores, fx.Node) and _is_bent(scores)
+
+
+def _log_softmax(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """For ``exp(s - log(sum(exp(s))))`` the inner exponential and its sum."""
+    logarithms = node.args[0]
+    if not isinstance(logarithms, fx.Node) or logarithms.target is not aten.sub.Tensor:
+        return None
+    shifted, log = logarithms.args[:2]
+    if not isinstance(log, fx.Node) or log.target is not aten.log.default:
+        return None
+    (total,) = log.all_input_nodes
+    if total.target is not aten.sum.dim_IntList:
+        return None
+    (exponential,) = total.all_input_nodes
+    is_same = exponential.target is aten.exp.default and exponential.args[0] is shifted
+    return (exponential, total) if is_same else None
+
+
+def _is_bent(scores: fx.Node) -> bool:
+    """Whether a curved operator is among those that made ``scores``, element by element."""
+    stack, seen = [scores], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in _CURVED:
+            return True
+        if node in seen or packet not in _LINEAR:
+            continue
+        seen.add(node)
+        stack += [i for i in node.all_input_nodes if _is_as_large(i, scores)]
+    return False
+
+
+def _is_as_large(node: fx.Node, scores: fx.Node) -> bool:
+    value = node.meta.get("val")
+    is_real = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return is_real and value.numel() == scores.meta["val"].numel()
