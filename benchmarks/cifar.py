@@ -1,9 +1,10 @@
 """Test accuracy of a small residual CNN on CIFAR-10 (10000 images to train on, 2000 to test): torch.compile, gact_fx.
 
-    python benchmarks/cifar.py [--budget-bits 4 2] [--seeds 3] [--epochs 10]
+    python benchmarks/cifar.py [--budget-bits 4 2] [--seeds 3] [--epochs 10] [--profile-every 200]
 
 All runs of a seed have the same initial weights, the same batches in the same order and the same augmentation (random
-crop after padding by 4 pixels, random flip). SGD with momentum, one cycle of the learning rate down to zero.
+crop after padding by 4 pixels, random flip). SGD with momentum, one cycle of the learning rate down to zero. gact_fx
+profiles every 200 steps again, and plans anew where that is worth it.
 
 The difference between two trainings on 2000 images is noisy. To make it less so, in all runs alike: tested is the
 exponential moving average of the weights (decay 0.99 a step, batch norm's statistics too), once, after the last step;
@@ -28,6 +29,7 @@ import gact_fx
 
 BATCH = 100
 EPOCHS = 10
+PROFILE_EVERY = 200
 MAX_RATE = 0.2
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -79,7 +81,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(budget_bits: float | None, seed: int, epochs: int, data: Data) -> Tensor:
+def train(budget_bits: float | None, seed: int, epochs: int, data: Data, profile_every: int) -> Tensor:
     """Train a new network; which test images it has right, as 0 and 1. ``budget_bits`` None: torch.compile."""
     torch.compiler.reset()
     torch.manual_seed(seed)
@@ -92,7 +94,8 @@ def train(budget_bits: float | None, seed: int, epochs: int, data: Data) -> Tens
         other = torch.Generator().manual_seed(seed + 1)
         rows = torch.randperm(len(x_train), generator=other)[:BATCH]
         sample = (augment(x_train[rows], other), y_train[rows])
-        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[sample], loss_fn=loss_fn)
+        options = {"budget_bits": budget_bits, "profile_every": profile_every or None}
+        gact_fx.compile(model, sample_batches=[sample], loss_fn=loss_fn, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
     batches = len(x_train) // BATCH  # what is left over is dropped, so that all batches have one shape
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -125,6 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-bits", type=float, nargs="+", default=[4.0, 2.0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--profile-every", type=int, default=PROFILE_EVERY, help="steps; 0: plan once, before the first"
+    )
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     options = parser.parse_args()
     data = cifar10()
@@ -134,7 +140,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for way in ways:
             start = time.perf_counter()
-            found = train(way, seed, options.epochs, data)
+            found = train(way, seed, options.epochs, data, options.profile_every)
             right[way_name(way)].append(found)
             seconds = time.perf_counter() - start
             print(f"seed {seed}  {way_name(way):16} {100 * found.mean():.2f}   {seconds:.0f} s", flush=True)

@@ -1,6 +1,6 @@
 """Validation loss of a small character-level GPT on a million characters of Shakespeare: torch.compile, gact_fx.
 
-    python benchmarks/shakespeare.py [--budget-bits 4 2] [--seeds 3] [--steps 500]
+    python benchmarks/shakespeare.py [--budget-bits 4 2] [--seeds 3] [--steps 500] [--profile-every 50]
 
 The first 90 % of the text are trained on, the last 10 % are the validation. All runs of a seed have the same initial
 weights, the same batches and the same seed for dropout (0.1). AdamW, warm-up and a cosine down to zero. The loss is the
@@ -25,6 +25,7 @@ import gact_fx
 BATCH, CONTEXT, WIDTH, HEADS, LAYERS = 16, 128, 128, 4, 4
 DROPOUT = 0.1
 STEPS, WARM_UP = 500, 50
+PROFILE_EVERY = 50
 MAX_RATE = 3e-3
 Batch = tuple[Tensor, Tensor]
 
@@ -95,7 +96,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def train(budget_bits: float | None, seed: int, steps: int, text: str) -> float:
+def train(budget_bits: float | None, seed: int, steps: int, text: str, profile_every: int) -> float:
     """Validation loss of a newly trained network. ``budget_bits`` None: torch.compile."""
     torch.compiler.reset()
     torch.manual_seed(seed)
@@ -107,7 +108,8 @@ def train(budget_bits: float | None, seed: int, steps: int, text: str) -> float:
     else:
         other = torch.Generator().manual_seed(seed + 1)
         sample = [draw(training, other)]
-        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=sample, loss_fn=loss_fn)
+        options = {"budget_bits": budget_bits, "profile_every": profile_every or None}
+        gact_fx.compile(model, sample_batches=sample, loss_fn=loss_fn, **options)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=MAX_RATE, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
@@ -146,6 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-bits", type=float, nargs="+", default=[4.0, 2.0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--profile-every", type=int, default=PROFILE_EVERY, help="steps; 0: plan once, before the first"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     text = tinyshakespeare()
@@ -155,7 +160,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for way in ways:
             start = time.perf_counter()
-            losses[way_name(way)].append(train(way, seed, options.steps, text))
+            losses[way_name(way)].append(train(way, seed, options.steps, text, options.profile_every))
             seconds = time.perf_counter() - start
             print(f"seed {seed}  {way_name(way):16} {losses[way_name(way)][-1]:.4f}   {seconds:.0f} s", flush=True)
     save("shakespeare", report(losses))

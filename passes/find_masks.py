@@ -61,6 +61,10 @@ _KNOWN_NAMESPACES = frozenset(
     {"aten", "prims", "gact_fx", "inductor", "rngprims", "_c10d_functional", "_c10d_functional_autograd",
      "c10d_functional", "fsdp"}
 )  # fmt: skip
+# Of other libraries, after reading their code: matrix products of groups of rows, and their derivatives.
+_KNOWN_OPERATORS = frozenset(
+    {"transformers.grouped_mm_fallback.default", "transformers.grouped_mm_fallback_backward.default"}
+)
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,15 @@ def is_discontinuous(node: fx.Node) -> bool:
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether ``node`` calls an operator of PyTorch's own, or one of these by way of a higher-order operator."""
+    """Whether ``node`` calls an operator of PyTorch's own, or one of these by way of a higher-order operator, or one of
+    the few others whose code was read.
+    """
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         inner = [x for x in node.args if isinstance(x, torch._ops.OpOverload)]
         return bool(inner) and all(operator.namespace in _KNOWN_NAMESPACES for operator in inner)
-    return not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _KNOWN_NAMESPACES
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _KNOWN_NAMESPACES:
+        return True
+    return str(node.target) in _KNOWN_OPERATORS
 
 
 def _decisive_inputs(node: fx.Node) -> list[fx.Node]:

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from test_operators import Between, errors
+from torch import fx
 from torch.autograd.function import once_differentiable
 
 import gact_fx
+from gact_fx.passes.find_masks import is_known
 
 
 class Scaled(torch.autograd.Function):
@@ -99,3 +101,12 @@ def test_operators_that_the_user_vouches_for_are_compressed() -> None:
     assert gact_fx.inspect(model).ratio > 3
     with pytest.raises(ValueError, match="unknown_operators must be one of"):
         gact_fx.Config(unknown_operators="smooth")
+
+
+@pytest.mark.parametrize("name", ["grouped_mm_fallback", "grouped_mm_fallback_backward"])
+def test_grouped_matrix_products_of_transformers_are_known(name: str) -> None:
+    """Experts of mixtures run by these where PyTorch's own grouped product does not serve."""
+    pytest.importorskip("transformers.integrations.moe")
+    graph = fx.Graph()
+    node = graph.call_function(getattr(torch.ops.transformers, name).default)
+    assert is_known(node)
