@@ -85,9 +85,10 @@ def draw(results: dict[str, Points], path: str) -> None:
             )
     _label(left, "variance that compression adds", "of the squared gradient norm")
     left.set_yscale("log")
+    left.margins(x=0.1)
     _label(right, "time of a training step", "of torch.compile's")
     right.axhline(1.0, color="grey", linewidth=0.8)
-    right.set_ylim(bottom=0)
+    right.set_ylim(0, 1.1 * max(point["time"] for points in results.values() for point in points))
     figure.savefig(path, dpi=110)
 
 
