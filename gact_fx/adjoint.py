@@ -13,10 +13,8 @@ from gact_fx.differentiable import DifferentiableInterpreter, has_derivative
 from gact_fx.passes.cut_backward import Segment, cut_backward
 from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
 from gact_fx.saved_tensors import Packed, compressed_saved_tensors, pack
-from gact_fx.tape import Step
+from gact_fx.tape import Place, Step
 
-# (index of a step, name of one of its tensors or tangents)
-Place = tuple[int, str]
 Sources = Mapping[fx.Node, frozenset[Place]]
 # One derivative per probe.
 Slopes = list[torch.Tensor]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
@@ -226,7 +227,8 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
+        # What a custom function calls so is its own business.
+        if not isinstance(node, BackwardCFunction) and hasattr(node, "variable"):
             leaves.append(node.variable)
         stack.extend(following for following, _ in node.next_functions)
     return leaves

@@ -55,9 +55,10 @@ class Recorder:
         self._stopped = False
         self._has_warned = False
 
-    def start(self) -> None:
-        """Record what runs from now on."""
-        self._tape, self._gradients = Tape(), {}
+    def start(self, *, is_due: bool = True) -> None:
+        """Record what runs from now on; ``is_due``: to be profiled."""
+        # Sharded parameters are not there in forward of the graphs behind them.
+        self._tape, self._gradients = Tape(follows=is_due and not self._copies()), {}
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
@@ -120,7 +121,7 @@ class Recorder:
         if not self._waiting and not self._stopped:
             self._begun += 1
             if self._tape is None and (self._begun + self._consecutive - 1) % self._every < self._consecutive:
-                self.start()
+                self.start(is_due=self._begun % self._every == 0)
         self._waiting[key] = self._waiting.get(key, 0) + 1
         if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
             log.warning(

@@ -86,8 +86,11 @@ def compressed_saved_tensors() -> Iterator[None]:
     seeds = iter(range(2**62))
 
     def keep(x: torch.Tensor) -> Packed | torch.Tensor:
-        is_parameter = x.is_leaf and x.requires_grad
-        return x if is_parameter else pack(x, next(seeds))
+        if x.is_leaf and x.requires_grad:
+            return x
+        kept = pack(x, next(seeds))
+        # An operator's own result, with its history, would hold the operator that holds it.
+        return kept.detach() if isinstance(kept, torch.Tensor) else kept
 
     def read(kept: Packed | torch.Tensor) -> torch.Tensor:
         return kept.unpack() if isinstance(kept, Packed) else kept

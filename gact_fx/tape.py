@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ from gact_fx.aot import GraphPair
 from gact_fx.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.records import GraphAnalysis
 
-# The index of a step, and the name of one of its tangents.
-Target = tuple[int, str]
+# The index of a step, and the name of one of its tensors or tangents.
+Place = tuple[int, str]
 # Forward passes of one graph that may wait for their backward passes.
 MAX_WAITING = 8
 
@@ -26,21 +26,25 @@ class Step:
     ``pair`` has the rewritten graphs, and ``arguments`` are the inputs of its backward graph in the order of the
     placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
-    the input, to what happens to the gradient there, whose ends are such targets.
+    the input, to what happens to the gradient there, whose ends are such places, or leaves.
     """
 
     pair: GraphPair
     analysis: GraphAnalysis
     arguments: Sequence[Any]
-    flows: Mapping[int, Target] = field(default_factory=dict)
+    flows: Mapping[int, Place] = field(default_factory=dict)
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
 
-    def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Target | None, torch.Tensor]]:
-        """Where a backward output flows on to, and as what; None where it is the gradient of a leaf."""
+    def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
+        """What a backward output is, or is part of: the gradients of tangents of earlier steps, and of leaves.
+
+        These are identified where other outputs may give them other parts.
+        """
         if position not in self.detours:
-            return [(self.flows.get(position), gradient)]
+            return [(self.flows.get(position), None, gradient)]
         detour = self.detours[position]
-        return [(end, g) for end, g in zip(detour.ends, detour(gradient), strict=True) if g is not None]
+        parts = zip(detour.ends, detour(gradient), strict=True)
+        return [(None, end.of, part) if end.is_leaf else (end.of, None, part) for end, part in parts]
 
     @property
     def backward(self) -> fx.GraphModule:
@@ -80,32 +84,36 @@ def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[An
     return [value.clone() if slot.name in parameters else value for slot, value in zip(slots, arguments, strict=True)]
 
 
-# Address, number of elements, and version: an operator in place changes the last of these alone.
-_Identity = tuple[int, int, int]
+# Address, shape, strides, and version: an operator in place changes the last of these alone.
+_Identity = tuple[int, torch.Size, tuple[int, ...], int]
 
 
 @dataclass(eq=False)
 class _Call:
     """One forward call; the tensors are held so that no other tensor can take their addresses.
 
-    ``read`` and ``made`` identify the activations among the inputs, and the outputs, as they were in this call.
-    ``detours`` are there for inputs that eager PyTorch computed; their ends are earlier calls and numbers of outputs.
+    ``made`` identifies the outputs as they were in this call. ``sources`` says of the activations among the inputs
+    which call made them, and as which of its outputs, or what eager PyTorch computed them by; None where that is not
+    known.
     """
 
     graph: int
     inputs: list[Any]
     outputs: list[Any]
-    read: dict[int, _Identity]
     made: dict[int, _Identity]
-    detours: dict[int, EagerVJP]
+    sources: dict[int, tuple[_Call, int] | EagerVJP | None]
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
 
 
 class Tape:
-    """Records forward and backward calls of a step's graphs, and gives the steps with the flows between them."""
+    """Records forward and backward calls of a step's graphs, and gives the steps with the flows between them.
 
-    def __init__(self) -> None:
+    ``follows``: also through eager PyTorch. Otherwise what lies in a result's place, as it was, is taken for it.
+    """
+
+    def __init__(self, *, follows: bool = True) -> None:
         self._calls: list[_Call] = []
+        self._follows = follows
 
     def record_forward(self, graph: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""
@@ -113,21 +121,28 @@ class Tape:
         if len(waiting) >= MAX_WAITING:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
             self._calls.remove(waiting[0])
-        read = {i: _identity(x) for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
+        sources = self._sources(
+            {i: x for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
+        )
         made = {i: _identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
-        self._calls.append(_Call(graph, list(inputs), list(outputs), read, made, self._detours(inputs, read)))
+        self._calls.append(_Call(graph, list(inputs), list(outputs), made, sources))
 
-    def _detours(self, inputs: Sequence[Any], read: Mapping[int, _Identity]) -> dict[int, EagerVJP]:
-        """What happens to the gradients of inputs that no graph made, where that can be said."""
-        known = {identity for call in self._calls for identity in call.made.values()}
+    def _sources(self, activations: Mapping[int, Any]) -> dict[int, tuple[_Call, int] | EagerVJP | None]:
         entries: dict[Entry, tuple[_Call, int]] = {}
+        places: dict[_Identity, tuple[_Call, int]] = {}
         for call in self._calls:
-            for position, x in enumerate(call.outputs):
-                # With the version it was made in, it still is what its graph returned.
-                if position in call.made and x.grad_fn is not None and call.made[position] == _identity(x):
+            for position, identity in call.made.items():
+                x = call.outputs[position]
+                places[identity] = call, position
+                # Written to since, autograd says of it what made the new value.
+                if x.grad_fn is not None and _identity(x) == identity:
                     entries[x.grad_fn, x.output_nr] = call, position
-        found = {position: follow(inputs[position], entries) for position, i in read.items() if i not in known}
-        return {position: vjp for position, vjp in found.items() if vjp is not None}
+        found: dict[int, tuple[_Call, int] | EagerVJP | None] = {}
+        for position, x in activations.items():
+            found[position] = entries.get((x.grad_fn, x.output_nr))
+            if found[position] is None:
+                found[position] = follow(x, entries) if self._follows else places.get(_identity(x))
+        return found
 
     def record_backward(
         self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]
@@ -144,35 +159,31 @@ class Tape:
 
     def breaks(self) -> list[str]:
         """In words, the activations that a graph gives a gradient which cannot be followed to the graphs before it."""
-        found = []
-        made: set[_Identity] = set()
-        for index, call in enumerate(self._calls):
-            for position, identity in call.read.items():
-                tensor = call.inputs[position]
-                if call.step is not None and made and identity not in made and position not in call.detours:
-                    found.append(f"graph {index} reads the {tuple(tensor.shape)} result of {tensor.grad_fn.name()}")
-            made.update(call.made.values())
-        return found
+        return [
+            f"graph {index} reads the {tuple(x.shape)} result of {x.grad_fn.name()}"
+            for index, call in enumerate(self._calls)
+            for x in (call.inputs[position] for position, source in call.sources.items() if source is None)
+            if index and call.step is not None
+        ]
 
     def steps(self) -> list[Step]:
         """The graphs that ran backward, in forward's order."""
         calls = [call for call in self._calls if call.step is not None]
-        made: dict[_Identity, Target] = {}
-        targets: dict[tuple[_Call, int], Target] = {}
+        places: dict[Any, Place] = {}
         steps = []
         for index, call in enumerate(calls):
             assert call.step is not None
             pair, analysis, arguments = call.step
             flows, detours = {}, {}
             for output, position in pair.gradients_of_inputs().items():
-                if call.read.get(position) in made:
-                    flows[output] = made[call.read[position]]
-                elif position in call.detours:
-                    detours[output] = call.detours[position].towards(targets)
+                source = call.sources.get(position)
+                if isinstance(source, EagerVJP):
+                    detours[output] = source.towards(places)
+                elif source in places:
+                    flows[output] = places[source]
             steps.append(Step(pair, analysis, arguments, flows, detours))
             for position, tangent in pair.tangents_of_outputs().items():
-                if position in call.made:
-                    made[call.made[position]] = targets[call, position] = (index, tangent)
+                places[call, position] = index, tangent
         return steps
 
 
@@ -182,4 +193,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> _Identity:
-    return tensor.data_ptr(), tensor.numel(), tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version

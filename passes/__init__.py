@@ -27,7 +27,8 @@
 13. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
 
 1 to 5 and 9 to 13 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
-training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10, 12 and 13 edit graphs. ``gact_fx.driver`` runs those on
+training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10, 12 and 13 edit graphs, and
+``share_softmax`` the joint one. ``gact_fx.driver`` runs those on
 graph pairs, times them, and keeps the graphs' text before and after each edit.
 """
 

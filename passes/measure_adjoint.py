@@ -15,14 +15,14 @@ incomplete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx
 
-from gact_fx.adjoint import Adjoint, Place, Signs, Slopes, Sources
+from gact_fx.adjoint import Adjoint, Signs, Slopes, Sources
 from gact_fx.eager_vjp import EagerVJP
 from gact_fx.passes.measure_rounding import RoundingMeter
-from gact_fx.tape import Step
+from gact_fx.tape import Place, Step
 
 
 def measure_adjoint(
@@ -36,12 +36,13 @@ def measure_adjoint(
     signs = Signs(seed)
     opaque: set[Place] = set()
     flowing: dict[Place, Slopes] = {}
+    leaves: dict[Any, Slopes] = {}
     meters = []
     # Gradients flow from late graphs to early ones, and their derivatives back.
     for index, step in enumerate(steps):
         arriving = {position: flowing.get(target, []) for position, target in step.flows.items()}
         for position, detour in step.detours.items():
-            arriving[position] = _arriving(detour, flowing, signs, probes)
+            arriving[position] = _arriving(detour, flowing, leaves, signs, probes)
         adjoint = Adjoint(step, sources[index], arriving, signs, probes)
         flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
         meters.append(adjoint.meters)
@@ -49,18 +50,18 @@ def measure_adjoint(
     return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
 
 
-def _arriving(detour: EagerVJP, flowing: Mapping[Place, Slopes], signs: Signs, probes: int) -> Slopes:
-    """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves."""
-    found = []
-    for probe in range(probes):
-        slopes: list[torch.Tensor | None] = []
-        for end, like in zip(detour.ends, detour.shapes(), strict=True):
-            if end is None and like is not None:
-                slopes.append(signs.like(like))
-            else:
-                slopes.append(flowing[end][probe] if flowing.get(end) else None)
-        found.append(detour.transpose(slopes))
-    return found
+def _arriving(
+    detour: EagerVJP, flowing: Mapping[Place, Slopes], leaves: dict[Any, Slopes], signs: Signs, probes: int
+) -> Slopes:
+    """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves.
+
+    Of a leaf's gradient, whose parts arrive in several ways, ``leaves`` has the one v for all of them.
+    """
+    for end in detour.ends:
+        if end.is_leaf and end.of not in leaves:
+            leaves[end.of] = [signs.like(end.like) for _ in range(probes)]
+    ahead = [leaves[end.of] if end.is_leaf else flowing.get(end.of) for end in detour.ends]
+    return [detour.transpose([slopes[probe] if slopes else None for slopes in ahead]) for probe in range(probes)]
 
 
 def _find_sources(steps: Sequence[Step]) -> list[Sources]:
@@ -74,8 +75,8 @@ def _find_sources(steps: Sequence[Step]) -> list[Sources]:
         for node in step.backward.graph.nodes:
             inputs = frozenset().union(*(sources[i] for i in node.all_input_nodes))
             sources[node] = given.get(node.name, inputs)
-        onward = [*step.flows.items(), *((p, end) for p, detour in step.detours.items() for end in detour.ends if end)]
-        for position, target in onward:
+        detours = ((p, end.of) for p, detour in step.detours.items() for end in detour.ends if not end.is_leaf)
+        for position, target in (*step.flows.items(), *detours):
             returned = step.pair.backward_outputs[position]
             if isinstance(returned, fx.Node):
                 flowing[target] = flowing.get(target, frozenset()) | sources[returned]

@@ -12,7 +12,7 @@ graph only what comes after its first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,22 +97,33 @@ class _Probe:
 def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:
     """Squared norm of a change of gradients in one step, with what flows on to earlier graphs counted where it ends."""
     total = 0.0
+    leaves: dict[Hashable, torch.Tensor] = {}
     changes: dict[int, dict[str, torch.Tensor]] = {}
     while True:
         for position, value in enumerate(outputs):
-            for target, part in probes[index].step.onward(position, value) if isinstance(value, torch.Tensor) else ():
-                if target is None:
-                    total += float(part.double().square().sum())
-                    continue
-                earlier, tangent = target
-                known = changes.setdefault(earlier, {})
-                part = part.reshape(probes[earlier].tangent_shape(tangent))
-                known[tangent] = known[tangent] + part if tangent in known else part
+            for place, leaf, part in (
+                probes[index].step.onward(position, value) if isinstance(value, torch.Tensor) else ()
+            ):
+                if place is not None:
+                    part = part.reshape(probes[place[0]].tangent_shape(place[1]))
+                    _add(changes.setdefault(place[0], {}), place[1], part)
+                elif leaf is not None:
+                    _add(leaves, leaf, part)
+                else:
+                    total += _square(part)
         if not changes:
-            return total
+            return total + sum(map(_square, leaves.values()))
         # The latest first: all that flows to a graph has arrived when it runs.
         index = max(changes)
         outputs = probes[index].respond(changes.pop(index))
+
+
+def _square(x: torch.Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+def _add(total: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
+    total[key] = total[key] + part if key in total else part
 
 
 def _difference(left: list[Any], right: list[Any]) -> list[Any]:

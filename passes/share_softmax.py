@@ -8,10 +8,13 @@ backward. Decomposed log-softmax takes it a second time, of the logarithms; that
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import fx
 
 from gact_fx.graph_edit import add_call
+from gact_fx.symbolic import hint
 
 aten = torch.ops.aten
 # What a derivative does not read its argument for.
@@ -42,7 +45,7 @@ def share_softmax(joint: fx.GraphModule) -> fx.GraphModule:
 def is_exp_of_bent(node: fx.Node) -> bool:
     """Whether ``node`` is the exponential in a softmax over what an operator made whose derivative reads it."""
     shifted = node.args[0] if node.target is aten.exp.default else None
-    if not isinstance(shifted, fx.Node) or shifted.target is not aten.sub.Tensor:
+    if not _is_difference(shifted):
         return False
     scores, largest = shifted.args[:2]
     is_shift = isinstance(largest, fx.Node) and largest.target is aten.amax.default and largest.args[0] is scores
@@ -52,7 +55,7 @@ def is_exp_of_bent(node: fx.Node) -> bool:
 def _log_softmax(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """For ``exp(s - log(sum(exp(s))))`` the inner exponential and its sum."""
     logarithms = node.args[0]
-    if not isinstance(logarithms, fx.Node) or logarithms.target is not aten.sub.Tensor:
+    if not _is_difference(logarithms):
         return None
     shifted, log = logarithms.args[:2]
     if not isinstance(log, fx.Node) or log.target is not aten.log.default:
@@ -63,6 +66,11 @@ def _log_softmax(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     (exponential,) = total.all_input_nodes
     is_same = exponential.target is aten.exp.default and exponential.args[0] is shifted
     return (exponential, total) if is_same else None
+
+
+def _is_difference(node: Any) -> TypeGuard[fx.Node]:
+    """Whether it is one of two values, neither of them scaled (``alpha``)."""
+    return isinstance(node, fx.Node) and node.target is aten.sub.Tensor and not node.kwargs
 
 
 def _is_bent(scores: fx.Node) -> bool:
@@ -82,5 +90,6 @@ def _is_bent(scores: fx.Node) -> bool:
 
 def _is_as_large(node: fx.Node, scores: fx.Node) -> bool:
     value = node.meta.get("val")
-    is_real = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return is_real and value.numel() == scores.meta["val"].numel()
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return False
+    return hint(value.numel()) == hint(scores.meta["val"].numel())

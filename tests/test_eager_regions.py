@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import gact_fx
 from gact_fx.eager_regions import EagerRegions
 from gact_fx.records import KEEP, MASK, QUANTIZE
+from gact_fx.saved_tensors import compressed_saved_tensors
 
 
 class Broken(nn.Module):
@@ -393,3 +394,12 @@ def test_what_a_closure_holds_is_no_activation() -> None:
     for _ in range(2):
         step().backward()
     assert all(row.bytes_before == 0 for row in gact_fx.inspect(step).rows if row.op == "input")
+
+
+def test_what_profiling_stores_does_not_hold_itself() -> None:
+    """An operator that saves its own result, too small for codes, is freed with it."""
+    with compressed_saved_tensors():
+        result = torch.ones(4, requires_grad=True).exp()
+    storage = StorageWeakRef(result.untyped_storage())
+    del result
+    assert storage.expired()
