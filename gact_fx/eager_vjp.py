@@ -46,8 +46,8 @@ class EagerVJP:
     """The VJP from the gradient of a tensor to the gradients of what eager PyTorch computed it from, the ``ends``."""
 
     ends: tuple[End, ...]
-    gradient: GradientEdge
-    like: torch.Tensor
+    gradient: GradientEdge = field(repr=False)
+    like: torch.Tensor = field(repr=False)
 
     def towards(self, names: Mapping[Any, Any]) -> EagerVJP:
         """The same with other names for what is no leaf; what has none counts as a leaf."""

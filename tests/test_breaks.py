@@ -175,6 +175,23 @@ def check_against_algorithm_1(steps: list[Step]) -> None:
             assert found[name].value == pytest.approx(value, rel=0.2), name
 
 
+@torch.compiler.disable
+def plus_one(h: torch.Tensor) -> torch.Tensor:
+    return h + 1
+
+
+@torch.compiler.disable
+def with_itself(h: torch.Tensor) -> torch.Tensor:
+    return h + h[:1] * h.mean()
+
+
+@pytest.mark.parametrize("between", [plus_one, with_itself, times_ten_of_sine])
+def test_operators_that_hand_gradients_on_add_them_up_or_broadcast(between: object) -> None:
+    steps = recorded(Net(between))
+    assert ends(steps[1]) == [{(0, "tangents_1")}]
+    check_against_algorithm_1(steps)
+
+
 def test_one_parameter_in_several_results() -> None:
     """Their parts of its gradient add up, and may cancel."""
 
