@@ -163,7 +163,7 @@ def _as_expected(gradient: torch.Tensor, node: Any, number: int) -> torch.Tensor
     expected = node._input_metadata[number]
     if gradient.is_complex() and not expected.dtype.is_complex:
         gradient = gradient.real
-    return gradient.sum_to_size(*expected.shape).to(expected.dtype)
+    return gradient.sum_to_size(tuple(expected.shape)).to(expected.dtype)
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
