@@ -94,8 +94,8 @@ def train(budget_bits: float | None, seed: int, epochs: int, data: Data, profile
         other = torch.Generator().manual_seed(seed + 1)
         rows = torch.randperm(len(x_train), generator=other)[:BATCH]
         sample = (augment(x_train[rows], other), y_train[rows])
-        options = {"budget_bits": budget_bits, "profile_every": profile_every or None}
-        gact_fx.compile(model, sample_batches=[sample], loss_fn=loss_fn, **options)
+        every = profile_every or None
+        gact_fx.compile(model, budget_bits=budget_bits, profile_every=every, sample_batches=[sample], loss_fn=loss_fn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
     batches = len(x_train) // BATCH  # what is left over is dropped, so that all batches have one shape
     schedule = torch.optim.lr_scheduler.OneCycleLR(

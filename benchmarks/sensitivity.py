@@ -53,7 +53,7 @@ class Broken(nn.Module):
         return x
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def wave(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(1).sin() * 3
 

@@ -108,8 +108,8 @@ def train(budget_bits: float | None, seed: int, steps: int, text: str, profile_e
     else:
         other = torch.Generator().manual_seed(seed + 1)
         sample = [draw(training, other)]
-        options = {"budget_bits": budget_bits, "profile_every": profile_every or None}
-        gact_fx.compile(model, sample_batches=sample, loss_fn=loss_fn, **options)
+        every = profile_every or None
+        gact_fx.compile(model, budget_bits=budget_bits, profile_every=every, sample_batches=sample, loss_fn=loss_fn)
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=MAX_RATE, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
