@@ -15,7 +15,7 @@ from gact_fx.config import Config
 from gact_fx.double_backward import refuse_double_backward
 from gact_fx.dynamo import Switch, compile_apart
 from gact_fx.eager_regions import outside_hooks, paused
-from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph
+from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph, without_views
 from gact_fx.recorder import Recorder
 from gact_fx.session import GraphRecord, Session
 
@@ -49,6 +49,8 @@ class Backend:
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
             run = interpret_graph(graph) if self._interpreted else compile()
             record = found[-1]
+            if not is_backward and (self._interpreted or session.config.inner == "eager"):
+                run = without_views(run, record.pair.num_user_outputs)
             if not self._interpreted:
                 counted = session.run_counts.backward if is_backward else session.run_counts.forward
                 run = counted(run, id(record))

@@ -8,8 +8,9 @@ Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``cust
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -56,6 +57,32 @@ def interpret_graph(graph: fx.GraphModule) -> Compiled:
     interpreter = GraphInterpreter(graph)
     # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
     return boxed(lambda arguments: copy.copy(interpreter).boxed_run(arguments))
+
+
+def without_views(run: Compiled, count: int) -> Compiled:
+    """``run``, a forward graph, none of whose first ``count`` results is a view, as those of compiled code are none.
+
+    Autograd lets nobody write in place to a result that came as a view. What shares memory with others is copied.
+    """
+
+    def call(arguments: list[Any]) -> Any:
+        outputs = list(run(arguments))
+        held = Counter(x.untyped_storage()._cdata for x in outputs if _is_plain(x))
+        for position, x in enumerate(outputs[:count]):
+            if _is_plain(x) and x._is_view():
+                storage = x.untyped_storage()
+                is_shared = held[storage._cdata] > 1 or x.is_conj() or x.is_neg()
+                alone = torch.empty(0, dtype=x.dtype, device=x.device)
+                outputs[position] = (
+                    x.clone() if is_shared else alone.set_(storage, x.storage_offset(), x.shape, x.stride())
+                )
+        return outputs
+
+    return boxed(call)
+
+
+def _is_plain(x: object) -> TypeGuard[torch.Tensor]:
+    return type(x) is torch.Tensor and x.layout is torch.strided
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:

@@ -141,7 +141,9 @@ class Tape:
         for position, x in activations.items():
             found[position] = entries.get((x.grad_fn, x.output_nr))
             if found[position] is None:
-                found[position] = follow(x, entries) if self._follows else places.get(_identity(x))
+                # AOTAutograd may return another tensor in its result's place, as it does for views.
+                is_result = x.grad_fn.name() == "CompiledFunctionBackward"
+                found[position] = places.get(_identity(x)) if is_result or not self._follows else follow(x, entries)
         return found
 
     def record_backward(
