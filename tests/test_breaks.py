@@ -396,13 +396,14 @@ def test_a_graphs_result_may_be_written_to(inner: str) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.mask = nn.Parameter(torch.randn(64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.layer_norm(x, (64,))
             h = self.a(x)
-            other = torch.tanh(h)
             torch._dynamo.graph_break()
-            h[:, 3] = 1.0
-            return torch.tanh(self.b(h) + other).square().sum()
+            h[torch.arange(256).view(4, 64) % 3 == 0] = self.mask
+            return torch.tanh(self.b(h) + x).square().sum()
 
     x = X.view(4, 64, 64)
     model, exact = Masked(), Masked()

@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from gact_fx.inner import boxed, without_views
 from gact_fx.interpreter import GraphInterpreter
 
 aten = torch.ops.aten
@@ -105,3 +106,14 @@ def test_casts_carry_derivatives() -> None:
     value = torch.randn(8, requires_grad=True)
     GraphInterpreter(module, differentiable=True).run(value).float().square().sum().backward()
     torch.testing.assert_close(value.grad, 2 * value.detach(), rtol=0.02, atol=0)
+
+
+def test_results_are_no_views_as_those_of_compiled_code_are_none() -> None:
+    """Autograd lets nobody write in place to a view among several results of a graph."""
+    shared, alone = torch.randn(4, 3), torch.randn(6)
+    run = without_views(boxed(lambda arguments: [shared.t(), alone.view(2, 3), 7, shared]), 3)
+    turned, viewed, number, saved = run([])
+    assert not turned._is_view() and not viewed._is_view() and number == 7 and saved is shared
+    assert torch.equal(turned, shared.t()) and torch.equal(viewed, alone.view(2, 3))
+    assert turned.untyped_storage()._cdata != shared.untyped_storage()._cdata
+    assert viewed.untyped_storage()._cdata == alone.untyped_storage()._cdata
