@@ -30,7 +30,7 @@ from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.dynamo import is_forced_eager
 from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, Reads, producer_of
 from gact_fx.plan import slot_seed
-from gact_fx.saved_tensors import Packed, is_expanded, pack_in
+from gact_fx.saved_tensors import Packed, is_expanded, is_plain, pack_in
 
 log = logging.getLogger("gact_fx")
 # Forward passes without a backward pass that are counted as one step: validation with gradients has no end.
@@ -132,8 +132,8 @@ class EagerRegions:
             result = run(*arguments)
             if call is None:
                 return result
-            inputs = {x.untyped_storage()._cdata: x for x in arguments if _is_plain(x) and not x.requires_grad}
-            outputs = [x for x in tree_leaves(result) if _is_plain(x)]
+            inputs = {x.untyped_storage()._cdata: x for x in arguments if is_plain(x) and not x.requires_grad}
+            outputs = [x for x in tree_leaves(result) if is_plain(x)]
             # A graph without a backward pass saves nothing.
             if any(x.requires_grad for x in outputs):
                 for storage, x in inputs.items():
@@ -282,10 +282,6 @@ def _top_hooks() -> Any:
 def _hooks_are_forbidden() -> bool:
     """Whether hooks cannot be set, as within ``torch.func.grad``."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-
-
-def _is_plain(x: object) -> bool:
-    return type(x) is torch.Tensor and x.layout is torch.strided
 
 
 def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:

@@ -57,20 +57,20 @@ class EagerVJP:
         )
         return replace(self, ends=tuple(ends))
 
-    def transpose(self, slopes: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The derivative with respect to the tensor's gradient, given those with respect to its ends' (None: zeros)."""
-        return self._transpose(slopes, False)
-
     def __call__(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The gradients of ``ends``, given that of the tensor."""
         # The transpose is linear in its arguments, and its own transpose is the map itself.
         given = [torch.zeros_like(end.like, requires_grad=True) for end in self.ends]
         with torch.enable_grad():
-            total = self._transpose(given, True)
+            total = self.transpose(given, record=True)
         found = torch.autograd.grad(total, given, gradient.reshape(total.shape).to(total.dtype), allow_unused=True)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
 
-    def _transpose(self, slopes: Sequence[torch.Tensor | None], record: bool) -> torch.Tensor:
+    def transpose(self, slopes: Sequence[torch.Tensor | None], *, record: bool = False) -> torch.Tensor:
+        """The derivative with respect to the tensor's gradient, given those with respect to its ends' (None: zeros).
+
+        ``record``: so that autograd can differentiate it in turn.
+        """
         pairs = [
             (end.edge, slope.reshape(end.like.shape).to(end.like.dtype))
             for end, slope in zip(self.ends, slopes, strict=True)

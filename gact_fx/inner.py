@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from gact_fx.interpreter import GraphInterpreter
+from gact_fx.saved_tensors import is_plain
 
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -67,9 +68,9 @@ def without_views(run: Compiled, count: int) -> Compiled:
 
     def call(arguments: list[Any]) -> Any:
         outputs = list(run(arguments))
-        held = Counter(x.untyped_storage()._cdata for x in outputs if _is_plain(x))
+        held = Counter(x.untyped_storage()._cdata for x in outputs if is_plain(x))
         for position, x in enumerate(outputs[:count]):
-            if _is_plain(x) and x._is_view():
+            if is_plain(x) and x._is_view():
                 storage = x.untyped_storage()
                 is_shared = held[storage._cdata] > 1 or x.is_conj() or x.is_neg()
                 alone = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -79,10 +80,6 @@ def without_views(run: Compiled, count: int) -> Compiled:
         return outputs
 
     return boxed(call)
-
-
-def _is_plain(x: object) -> TypeGuard[torch.Tensor]:
-    return type(x) is torch.Tensor and x.layout is torch.strided
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:

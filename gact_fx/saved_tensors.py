@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -58,6 +59,11 @@ def pack_in(x: torch.Tensor, bits: int, seed: int, rounding: str = "stochastic")
         bits, rounding = 1, "stochastic"
     blob = ops.compress(dense, bits, GROUP_SIZE, seed, None, rounding)
     return Packed(blob, dense.shape, x.dtype, order, bits, seed, rounding)
+
+
+def is_plain(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor, of no class of its own, with strides."""
+    return type(x) is torch.Tensor and x.layout is torch.strided
 
 
 def is_expanded(x: torch.Tensor) -> bool:
