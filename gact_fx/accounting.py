@@ -12,6 +12,16 @@ def is_counted(tensor: SavedTensor) -> bool:
     return tensor.owner in ("nobody", "output")
 
 
+def shares(tensor: SavedTensor, how: Eligibility, entry: TensorPlan) -> bool:
+    """Whether a quantized tensor's codes are those that others have of the same activation."""
+    return entry.shared and entry.bits is not None and can_share(tensor, how)
+
+
+def can_share(tensor: SavedTensor, how: Eligibility) -> bool:
+    """Whether others may hold the same activation, and codes of it are of nothing else."""
+    return tensor.boundary is not None and not tensor.boundary.is_view and how.is_plain
+
+
 def coded_nbytes(tensor: SavedTensor, how: Eligibility, entry: TensorPlan) -> int:
     """Bytes of a quantized tensor's blob, its masks included."""
     assert tensor.dtype is not None and entry.bits is not None

@@ -15,6 +15,7 @@ from gact_fx.config import Config
 from gact_fx.double_backward import refuse_double_backward
 from gact_fx.dynamo import Switch, compile_apart
 from gact_fx.eager_regions import outside_hooks, paused
+from gact_fx.graph_holdings import noting_holdings
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph, without_views
 from gact_fx.recorder import Recorder
 from gact_fx.session import GraphRecord, Session
@@ -54,6 +55,9 @@ class Backend:
             if not self._interpreted:
                 counted = session.run_counts.backward if is_backward else session.run_counts.forward
                 run = counted(run, id(record))
+                if session.eager_regions is not None and not is_backward:
+                    holdings = session.eager_regions.holdings
+                    run = noting_holdings(run, id(record), record.analysis, record.plan, holdings)
             if self._recorder is None:
                 return run
             if is_backward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gact_fx.accounting import fixed_nbytes
 from gact_fx.codec_layout import ROUNDINGS
@@ -13,7 +13,7 @@ from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.passes.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 from gact_fx.passes.list_choices import Item, list_choices
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, saved_values, slot_seed
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Crossing, Eligibility, GraphAnalysis, SavedTensor, Sensitivity
 
 log = logging.getLogger("gact_fx")
 DEFAULT_GROUP = 256
@@ -23,35 +23,61 @@ NOISE_LIMIT = 0.1
 
 @dataclass(frozen=True)
 class GraphTensors:
-    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step."""
+    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step.
+
+    ``crossings``: by key, those that others hold as well.
+    """
 
     fingerprint: str
     analysis: GraphAnalysis
     sensitivities: Mapping[str, Sensitivity]
     runs: int = 1
+    crossings: Mapping[str, Crossing] = field(default_factory=dict)
+
+
+# A graph, and one of its tensors that wants a width.
+Slot = tuple[GraphTensors, SavedTensor, Eligibility]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Slots that are to have one code, since they hold the same activations; mostly a single one.
+
+    ``runs``: how often the graph of each runs in a step; ``crossing``: if there are several, or others hold them too.
+    """
+
+    slots: tuple[int, ...]
+    runs: tuple[int, ...]
+    crossing: Crossing | None = None
+
+    @property
+    def stored(self) -> int:
+        """How many codes a step stores for them all."""
+        return self.crossing.stored if self.crossing is not None else sum(self.runs)
 
 
 def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
     """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
     slots = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in slots]
-    menus = [
-        _repeated(menu, graph.runs)
-        for menu, (graph, _, _) in zip(
-            list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config)), slots, strict=True
-        )
-    ]
-    chosen = _choose(menus, graphs, config, minibatch_variance)
+    listed = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
+    shares = _shares(slots)
+    menus = [_menu(share, [listed[i] for i in share.slots]) for share in shares]
+    numel = sum(share.stored * slots[share.slots[0]][1].numel for share in shares)
+    chosen = _choose(menus, graphs, config, minibatch_variance, numel)
     variance = math.fsum(choice.variance for choice in chosen)
     is_known = bool(items) and all(item.sensitivity is not None for item in items)
     if is_known and minibatch_variance is not None:
-        _warn_of_noise(menus, variance, minibatch_variance, sum(graph.runs * t.numel for graph, t, _ in slots))
+        _warn_of_noise(menus, variance, minibatch_variance, numel)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
-    for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
+    by_slot = {i: (share, choice) for share, choice in zip(shares, chosen, strict=True) for i in share.slots}
+    for i, ((graph, tensor, _), item) in enumerate(zip(slots, items, strict=True)):
+        share, choice = by_slot[i]
         value = None if item.sensitivity is None else item.sensitivity.value
-        seed = slot_seed(config.seed, graph.fingerprint, tensor.key)
-        entry = TensorPlan(tensor.key, choice.bits, seed, value, choice.rounding, choice.group_size)
-        plans[graph.fingerprint].append(entry)
+        first, first_tensor, _ = slots[share.slots[0]]
+        seed = slot_seed(config.seed, first.fingerprint, first_tensor.key)
+        code = (choice.bits, seed, value, choice.rounding, choice.group_size)
+        plans[graph.fingerprint].append(TensorPlan(tensor.key, *code, share.crossing is not None))
     return Plan(
         budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
@@ -68,9 +94,12 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
 
 
 def _choose(
-    menus: Sequence[Menu], graphs: Sequence[GraphTensors], config: Config, minibatch_variance: float | None
+    menus: Sequence[Menu],
+    graphs: Sequence[GraphTensors],
+    config: Config,
+    minibatch_variance: float | None,
+    numel: int,
 ) -> list[Choice]:
-    numel = sum(graph.runs * t.numel for graph in graphs for t, _ in graph.analysis.quantized())
     assert config.budget_bits is not None
     if not config.adaptive:
         return [_fixed(menu, int(config.budget_bits)) for menu in menus]
@@ -93,9 +122,39 @@ def _choose(
     return allocate_bits(menus, config.budget_bits / 8 * numel)
 
 
-def _repeated(menu: Menu, runs: int) -> Menu:
-    """The menu of a tensor of which a step holds ``runs``, each with noise of its own."""
-    return [replace(c, nbytes=runs * c.nbytes, variance=runs * c.variance) for c in menu] if runs > 1 else menu
+def _shares(slots: Sequence[Slot]) -> list[_Share]:
+    """The slots with those that hold the same activations together."""
+    members: dict[str, list[int]] = {}
+    alone = []
+    for i, (graph, tensor, _) in enumerate(slots):
+        crossing = graph.crossings.get(tensor.key)
+        if crossing is None:
+            alone.append(_Share((i,), (graph.runs,)))
+        else:
+            members.setdefault(crossing.name, []).append(i)
+    shares = []
+    for indices in members.values():
+        graph, tensor, _ = slots[indices[0]]
+        runs = tuple(slots[i][0].runs for i in indices)
+        shares.append(_Share(tuple(indices), runs, graph.crossings[tensor.key]))
+    return sorted(alone + shares, key=lambda share: share.slots)
+
+
+def _menu(share: _Share, menus: Sequence[Menu]) -> Menu:
+    """What may be chosen for all slots of a share: every run that holds an activation adds variance of its own."""
+    options = [{(c.bits, c.rounding, c.group_size): c for c in menu} for menu in menus]
+    common = [code for code in options[0] if all(code in others for others in options)]
+    if share.crossing is not None:
+        least = share.crossing.min_bits
+        common = [code for code in common if code[0] is None or code[0] >= least] or common
+    return [
+        replace(
+            options[0][code],
+            nbytes=share.stored * options[0][code].nbytes,
+            variance=math.fsum(runs * of[code].variance for runs, of in zip(share.runs, options, strict=True)),
+        )
+        for code in common
+    ]
 
 
 def _has_other_budget(config: Config) -> bool:

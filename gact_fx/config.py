@@ -209,6 +209,14 @@ class Config:
 
         return {**list_mode_options(self.mode), **(self.inductor_options or {})}
 
+    @property
+    def shares_codes(self) -> bool:
+        """Whether graphs that hold the same activation may hold the same codes of it.
+
+        Not where these are moved to host memory, nor where a graph's results lie at fixed places (CUDA graphs).
+        """
+        return not self.swap and not self.inductor_patches.get("triton.cudagraphs")
+
     @classmethod
     def from_level(cls, level: str, **overrides: Any) -> Config:
         """The configuration behind one of GACT's level names (its ``set_optimization_level``).

@@ -12,7 +12,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gact_fx.autograd_nodes import Treatment, Use
+from gact_fx.graph_holdings import GraphHoldings
 from gact_fx.saved_tensors import Packed
+from gact_fx.shared_codes import Identity, SharedCodes, Storages
 
 # What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
 _COPIES = (
@@ -25,7 +27,9 @@ _COPIES = (
 class EagerTensor:
     """One tensor that eager PyTorch saved in the latest step of training.
 
-    ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once.
+    ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once, and
+    none that a graph holds as well. ``identity`` tells the tensor from others of its forward pass, ``is_shared`` that
+    its codes are a graph's.
     """
 
     use: Use | None
@@ -35,6 +39,8 @@ class EagerTensor:
     rounding: str | None
     bytes_before: int
     bytes_after: int
+    identity: Identity | None
+    is_shared: bool
 
 
 @dataclass
@@ -59,6 +65,11 @@ class Held:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.version = tensor._version
+        # What tells the tensor from others, and the number of its storage.
+        self.identity: Identity | None = None
+        self.storage = -1
+        # Whether its codes are those of a graph that saved it, too.
+        self.is_shared = False
 
     def is_modified(self) -> bool:
         """Whether the tensor was written to after it was saved."""
@@ -93,14 +104,14 @@ class ForwardPass:
         self.inputs = inputs
         self.reads = Reads()
         self.visits: Counter[Hashable] = Counter()
-        # With the number of the tensor's storage in ``sizes``, which are in bytes.
-        self.saved: list[tuple[Held, int]] = []
+        self.storages = Storages()
+        self.saved: list[Held] = []
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
+        self.shared = SharedCodes(self.storages)
+        self.graphs = GraphHoldings(self.storages)
         # Storages of what graphs made without a gradient, and of what graphs with a backward pass read.
         self.made: dict[int, StorageWeakRef] = {}
         self.read_by_graphs: set[int] = set()
-        self.sizes: list[int] = []
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._owned = owned
 
     @functools.cached_property
@@ -123,23 +134,13 @@ class ForwardPass:
                 return isinstance(node.variable, torch.nn.Parameter)
         return False
 
-    def number_of_storage(self, x: torch.Tensor) -> int:
-        """The position of the storage of ``x`` in ``sizes``; storages may take turns at one address."""
-        storage = x.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is not None and not known[0].expired():
-            return known[1]
-        self._storages[storage._cdata] = StorageWeakRef(storage), len(self.sizes)
-        self.sizes.append(storage.nbytes())
-        return len(self.sizes) - 1
-
     def records(self, uses: Mapping[Hashable, Use]) -> Iterator[EagerTensor]:
         """What was saved, and how; ``uses`` by place."""
-        before: set[int] = set()
-        after: set[int] = set()
-        for held, storage in self.saved:
-            code = held.value
-            nbytes = 0 if storage in before else self.sizes[storage]
+        before = set(self.graphs.storages)
+        after = set(self.graphs.exact)
+        for held in self.saved:
+            code, storage = held.value, held.storage
+            nbytes = 0 if storage in before else self.storages.sizes[storage]
             before.add(storage)
             # Codes are told apart by their identity, storages by their number.
             key = id(code) if isinstance(code, Packed) else storage
@@ -147,13 +148,15 @@ class ForwardPass:
             after.add(key)
             use = uses.get(held.place) if held.place is not None else None
             if isinstance(code, Packed):
-                taken = code.blob.numel() if is_new else 0
+                taken = code.blob.numel() if is_new and not held.is_shared else 0
                 # A mask is exact.
                 rounding = None if code.dtype is torch.bool else code.rounding
-                yield EagerTensor(use, held.shape, held.dtype, code.bits, rounding, nbytes, taken)
+                bits: int | None = code.bits
             else:
-                taken = self.sizes[storage] if is_new else 0
-                yield EagerTensor(use, held.shape, held.dtype, None, None, nbytes, taken)
+                taken = self.storages.sizes[storage] if is_new else 0
+                bits = rounding = None
+            how = use, held.shape, held.dtype, bits, rounding
+            yield EagerTensor(*how, nbytes, taken, held.identity, held.is_shared)
 
 
 def producer_of(x: torch.Tensor) -> str:

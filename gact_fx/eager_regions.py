@@ -29,8 +29,10 @@ from gact_fx.autograd_nodes import Treatment, Use, nodes_of, saved_by, treatment
 from gact_fx.codec_layout import SOURCE_DTYPES
 from gact_fx.dynamo import is_forced_eager
 from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, Reads, producer_of
+from gact_fx.graph_holdings import GraphHoldings, Slot
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, is_expanded, is_plain, pack_in
+from gact_fx.shared_codes import Identity, identity
 
 log = logging.getLogger("gact_fx")
 # Forward passes without a backward pass that are counted as one step: validation with gradients has no end.
@@ -67,6 +69,8 @@ class EagerRegions:
         self._pack_hook = torch.compiler.disable(self._pack)
         self._pack_hook.regions = self
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._read)
+        # Of graphs' activations, in which share of the runs each was the first to be held, and to be stored.
+        self.shares_of_runs: dict[Slot, tuple[float, float]] = {}
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
         # The forward passes of the latest step.
@@ -86,7 +90,7 @@ class EagerRegions:
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
             try:
-                with self._hooks:
+                with self._hooks, current.shared.active():
                     result = compiled(*args, **kwargs)
             except RuntimeError as error:
                 if _REFUSAL not in str(error):
@@ -100,6 +104,7 @@ class EagerRegions:
                 self._call = None
             if self._is_off:
                 return compiled(*args, **kwargs)
+            self.shares_of_runs.update(current.graphs.shares_of_runs())
             if current.saved:
                 self._settle(current, result)
             return result
@@ -111,6 +116,16 @@ class EagerRegions:
         """What eager PyTorch saved in the latest step, in the forward passes that ran backward if any did."""
         passes = [saved for reads, saved in self._passes if reads.any] or [saved for _, saved in self._passes]
         return tuple(tensor for saved in passes for tensor in saved)
+
+    @property
+    def codes(self) -> frozenset[Identity]:
+        """What of the latest step is stored in codes that may be those of a graph."""
+        coded = (t for t in self.latest if t.use is not None and t.use.treatment is Treatment.CODE)
+        return frozenset(t.identity for t in coded if t.identity is not None)
+
+    def holdings(self) -> GraphHoldings | None:
+        """What the graphs of the present forward pass hold."""
+        return self._call.graphs if self._call is not None else None
 
     def is_intermediate(self, x: torch.Tensor) -> bool:
         """Whether an earlier graph of this forward pass made ``x``, and no other graph saves it.
@@ -155,8 +170,8 @@ class EagerRegions:
             return held
         if call.is_owned(x):
             return held
-        held.reads = call.reads
-        call.saved.append((held, call.number_of_storage(x)))
+        held.reads, held.identity, held.storage = call.reads, identity(x), call.storages.number(x)
+        call.saved.append(held)
         if x.dtype in (*SOURCE_DTYPES, torch.bool) and x.numel() >= self._min_elements:
             held.place = self._place(x, call)
             use = self._uses.get(held.place)
@@ -192,6 +207,8 @@ class EagerRegions:
         if use.treatment is Treatment.EXACT or is_expanded(x) or held.is_modified():
             return
         held.treatment = use.treatment
+        if self._use_shared(held, call):
+            return
         if use.node == "MulBackward0" and not held.requires_grad:
             held.scale = _scale_of_mask(x)
         is_mask = held.scale is not None
@@ -212,11 +229,19 @@ class EagerRegions:
             call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
         held.value = code
 
+    def _use_shared(self, held: Held, call: ForwardPass) -> bool:
+        """Put the codes of a graph that saved the same tensor in its place, if they are as fine as those of here."""
+        if held.treatment is Treatment.CODE and held.identity is not None:
+            code = call.shared.find(held.storage, held.identity, self._bits)
+            if code is not None:
+                held.value, held.is_shared = code, True
+        return held.is_shared
+
     def _settle(self, call: ForwardPass, result: Any) -> None:
         """Learn what saved the tensors of places that were new, store these tensors, and see to it that what saved the
         others is what is known.
         """
-        waiting = sum(held.place is not None for held, _ in call.saved)
+        waiting = sum(held.place is not None for held in call.saved)
         nodes = nodes_of(result, call.inputs) if waiting else iter(())
         for node in nodes:
             for attribute, held in saved_by(node):
@@ -231,6 +256,10 @@ class EagerRegions:
                 waiting -= 1
             if not waiting:
                 break
+        # Graphs that came after eager PyTorch may have saved the same.
+        for held in call.saved:
+            if isinstance(held.value, Packed) and held.scale is None:
+                self._use_shared(held, call)
         if self._has_read or len(self._passes) == _MAX_CALLS:
             self._has_read, self._passes = False, []
         self._passes.append((call.reads, tuple(call.records(self._uses))))

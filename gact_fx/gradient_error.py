@@ -27,7 +27,11 @@ from gact_fx.session import GraphRecord, Session
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
-_SEEDS: dict[Any, int] = {torch.ops.gact_fx.compress.default: 3, torch.ops.gact_fx.decompress.default: 5}
+_SEEDS: dict[Any, int] = {
+    torch.ops.gact_fx.compress.default: 3,
+    torch.ops.gact_fx.compress_once.default: 3,
+    torch.ops.gact_fx.decompress.default: 5,
+}
 # Losses of one batch may differ by this share: operators that add up in any order (atomics on a GPU).
 _SAME_LOSS = 1e-3
 _NEVER = 2**20

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 
 from gact_fx.budget import GraphTensors
 from gact_fx.plan import graph_fingerprint
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Crossing, GraphAnalysis, Sensitivity
 
 
 @dataclass
 class GraphProfile:
-    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step."""
+    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step.
+
+    ``crossings``: by key, which of its tensors others hold as well, as of the latest step.
+    """
 
     analysis: GraphAnalysis
     found: dict[str, list[Sensitivity]] = field(default_factory=dict)
     runs: int = 1
+    crossings: Mapping[str, Crossing] = field(default_factory=dict)
 
     def add(self, analysis: GraphAnalysis, sensitivities: dict[str, Sensitivity]) -> None:
         """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
@@ -27,7 +31,7 @@ class GraphProfile:
     def tensors(self) -> GraphTensors:
         """What the budget is shared out among."""
         means = {key: Sensitivity.mean(values) for key, values in self.found.items()}
-        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means, self.runs)
+        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means, self.runs, self.crossings)
 
 
 def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProfile]:
@@ -37,6 +41,7 @@ def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProf
         for key, profile in profiles.items():
             known = found.setdefault(key, GraphProfile(profile.analysis))
             known.runs = max(known.runs, profile.runs)
+            known.crossings = known.crossings or profile.crossings
             for name, sensitivities in profile.found.items():
                 known.found.setdefault(name, []).extend(sensitivities)
     return found

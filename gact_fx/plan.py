@@ -23,6 +23,8 @@ class TensorPlan:
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: stochastic rounding in groups of 256 adds
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
+    ``shared``: others hold the same activation, and have the same decision, seed included, so that its codes are stored
+    once.
     """
 
     key: str
@@ -31,6 +33,7 @@ class TensorPlan:
     sensitivity: float | None
     rounding: str = "stochastic"
     group_size: int = 256
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.bits is not None:

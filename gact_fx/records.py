@@ -14,6 +14,18 @@ KEEP, QUANTIZE, MASK, PACK, ALIAS, DROP = "keep", "quantize", "mask", "pack", "a
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """In the memory of which of forward's inputs, or of what it returns to the caller, a saved tensor lies.
+
+    ``is_view``: it is not that tensor itself.
+    """
+
+    is_input: bool
+    position: int
+    is_view: bool = False
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """One value that forward saves for backward, as the partitioner left it.
 
@@ -22,7 +34,7 @@ class SavedTensor:
     ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
     numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
     ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), ``"output"`` (returned to the caller), or ``"symbol"``
-    (not a tensor at all).
+    (not a tensor at all). ``boundary`` is set for activations that other graphs may hold as well.
     """
 
     name: str
@@ -36,6 +48,7 @@ class SavedTensor:
     storage_nbytes: int
     owner: str
     dynamic: bool = False
+    boundary: Boundary | None = None
 
     @property
     def numel(self) -> int:
@@ -96,6 +109,11 @@ class Eligibility:
     def is_compressed(self) -> bool:
         return self.encoding != KEEP
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the codes are of the tensor itself, with nothing beside them."""
+        return not (self.masks or self.instead or self.standardization)
+
 
 @dataclass(frozen=True)
 class GraphAnalysis:
@@ -109,6 +127,20 @@ class GraphAnalysis:
         return [
             (t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values
         ]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """An activation that several graphs, runs of a graph, or a graph and eager PyTorch hold for backward.
+
+    ``name`` is the same for all tensors of graphs that are to have its code; ``stored`` counts how many different
+    activations these are in a training step, each of which is stored once. ``min_bits``: with fewer than that, eager
+    PyTorch would store codes of its own beside them.
+    """
+
+    name: str
+    stored: int
+    min_bits: int = 1
 
 
 @dataclass(frozen=True)

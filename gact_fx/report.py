@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
 from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.driver import Stage
 from gact_fx.eager_forward import EagerTensor
+from gact_fx.graph_holdings import Slot
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan, TensorPlan
 from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
@@ -22,6 +23,7 @@ from gact_fx.saved_tensors import GROUP_SIZE
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
 
+_SHARED = "stored once, with others that hold the same activation"
 _MOVED = "moved to host memory"
 
 
@@ -49,6 +51,7 @@ class Row:
     sensitivity: float | None
     bytes_before: int
     bytes_after: int
+    copies: int
     reason: str
 
     @property
@@ -98,7 +101,7 @@ class Report:
     def average_bits(self) -> float | None:
         """Bits per element over the tensors with codes, their metadata and masks included."""
         rows = [row for row in self.rows if row.encoding == QUANTIZE]
-        elements = sum(row.runs * row.numel for row in rows)
+        elements = sum(row.copies * row.numel for row in rows)
         return 8 * sum(row.bytes_after for row in rows) / elements if elements else None
 
     def to_json(self) -> str:
@@ -115,9 +118,11 @@ class Report:
         """The report on the graphs that the session has compiled and training still runs."""
         records = [record for record in session.records if session.run_counts.is_current(id(record))]
         runs = [session.run_counts.runs(id(record)) for record in records]
-        rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i]))
-        if session.eager_regions is not None:
-            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(session.eager_regions.latest))
+        regions = session.eager_regions
+        first = regions.shares_of_runs if regions is not None else {}
+        rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i], first))
+        if regions is not None:
+            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(regions.latest))
         graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in records)
         return cls(rows, graphs, session.plan, _note(session))
 
@@ -158,7 +163,10 @@ def _compiled_devices() -> set[str]:
     return {device for device in ("cpu", "cuda") if has_compiled_kernels(device)}
 
 
-def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
+def _rows(
+    graph: int, record: GraphRecord, runs: int, first: Mapping[Slot, tuple[float, float]] | None = None
+) -> Iterator[Row]:
+    """``first``: in which share of the runs a slot was the first to hold an activation, and what is stored of it."""
     held: set[int] = set()
     kept: set[int] = set()
     entries = record.plan.entries()
@@ -179,6 +187,9 @@ def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
             kept.add(tensor.storage)
             after = tensor.storage_nbytes
         is_code = encoding == QUANTIZE and entry is not None
+        share_before, share_after = (first or {}).get((id(record), tensor.name), (1.0, 1.0))
+        if after and share_after == 0:
+            reason = f"{reason}, {_SHARED}" if reason else _SHARED
         if tensor.name in record.swapped:
             reason = f"{reason}, {_MOVED}" if reason else _MOVED
         yield Row(
@@ -194,8 +205,9 @@ def _rows(graph: int, record: GraphRecord, runs: int) -> Iterator[Row]:
             rounding=entry.rounding if is_code and entry is not None else None,
             group_size=entry.group_size if is_code and entry is not None else None,
             sensitivity=entry.sensitivity if entry is not None else None,
-            bytes_before=runs * before,
-            bytes_after=runs * after,
+            bytes_before=round(runs * share_before) * before,
+            bytes_after=round(runs * share_after) * after,
+            copies=round(runs * share_after),
             reason=reason,
         )
 
@@ -204,6 +216,8 @@ def _eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     is_mask = tensor.bits == 1 and tensor.rounding is None
     reason = "saved by eager PyTorch"
+    if tensor.is_shared:
+        reason = f"{reason}, {_SHARED}"
     if tensor.bits is None:
         reason += (
             f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
@@ -223,6 +237,7 @@ def _eager_row(index: int, tensor: EagerTensor) -> Row:
         sensitivity=None,
         bytes_before=tensor.bytes_before,
         bytes_after=tensor.bytes_after,
+        copies=int(tensor.bytes_after > 0),
         reason=reason,
     )
 

@@ -31,9 +31,10 @@ class Packed:
     bits: int
     seed: int
     rounding: str
+    group_size: int = GROUP_SIZE
 
     def unpack(self) -> torch.Tensor:
-        codec = (self.bits, GROUP_SIZE, self.seed, self.rounding)
+        codec = (self.bits, self.group_size, self.seed, self.rounding)
         dense = ops.decompress(self.blob, self.shape, self.dtype, *codec)
         return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
 

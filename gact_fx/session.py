@@ -22,6 +22,7 @@ from gact_fx.gradients import are_finite, squared_norm
 from gact_fx.graph_edit import copy_module
 from gact_fx.graph_profile import GraphProfile
 from gact_fx.passes.choose_products import USUAL_BITS, choose_products
+from gact_fx.passes.find_crossings import find_crossings
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.share_softmax import share_softmax
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
@@ -118,6 +119,11 @@ class Session:
         profiles = [self._profile(step.analysis) for step in steps]
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
+        if self.config.shares_codes:
+            eager = self.eager_regions.codes if self.eager_regions is not None else ()
+            found = find_crossings(steps, eager, self.config.eager_bits)
+            for profile in profiles:
+                profile.crossings = found.get(graph_fingerprint(profile.analysis.saved), {})
         if not self.config.adaptive:
             return True
         self.announce(sum(len(step.analysis.quantized()) for step in steps))

@@ -12,6 +12,7 @@ from torch import fx
 from gact_fx.aot import GraphPair
 from gact_fx.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.records import GraphAnalysis
+from gact_fx.shared_codes import Identity, identity
 
 # The index of a step, and the name of one of its tensors or tangents.
 Place = tuple[int, str]
@@ -26,7 +27,8 @@ class Step:
     ``pair`` has the rewritten graphs, and ``arguments`` are the inputs of its backward graph in the order of the
     placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
-    the input, to what happens to the gradient there, whose ends are such places, or leaves.
+    the input, to what happens to the gradient there, whose ends are such places, or leaves. ``crossing`` identifies,
+    by slot, the saved activations that other graphs may hold as well.
     """
 
     pair: GraphPair
@@ -34,6 +36,7 @@ class Step:
     arguments: Sequence[Any]
     flows: Mapping[int, Place] = field(default_factory=dict)
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
+    crossing: Mapping[str, Identity] = field(default_factory=dict)
 
     def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
         """What a backward output is, or is part of: the gradients of tangents of earlier steps, and of leaves.
@@ -84,25 +87,32 @@ def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[An
     return [value.clone() if slot.name in parameters else value for slot, value in zip(slots, arguments, strict=True)]
 
 
-# Address, shape, strides, and version: an operator in place changes the last of these alone.
-_Identity = tuple[int, torch.Size, tuple[int, ...], int]
-
-
 @dataclass(eq=False)
 class _Call:
     """One forward call; the tensors are held so that no other tensor can take their addresses.
 
-    ``made`` identifies the outputs as they were in this call. ``sources`` says of the activations among the inputs
-    which call made them, and as which of its outputs, or what eager PyTorch computed them by; None where that is not
-    known.
+    ``made`` identifies the outputs, and ``got`` the activations among the inputs, as they were in this call.
+    ``sources`` says of these activations which call made them, and as which of its outputs, or what eager PyTorch
+    computed them by; None where that is not known.
     """
 
     graph: int
     inputs: list[Any]
     outputs: list[Any]
-    made: dict[int, _Identity]
+    made: dict[int, Identity]
+    got: dict[int, Identity]
     sources: dict[int, tuple[_Call, int] | EagerVJP | None]
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
+
+    def crossing(self, analysis: GraphAnalysis) -> dict[str, Identity]:
+        """See `Step`."""
+        found = {}
+        for tensor in analysis.saved:
+            if tensor.boundary is not None:
+                at = (self.got if tensor.boundary.is_input else self.made).get(tensor.boundary.position)
+                if at is not None:
+                    found[tensor.name] = at
+        return found
 
 
 class Tape:
@@ -121,21 +131,21 @@ class Tape:
         if len(waiting) >= MAX_WAITING:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
             self._calls.remove(waiting[0])
-        sources = self._sources(
-            {i: x for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
-        )
-        made = {i: _identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
-        self._calls.append(_Call(graph, list(inputs), list(outputs), made, sources))
+        activations = {i: x for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
+        sources = self._sources(activations)
+        made = {i: identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
+        got = {i: identity(x) for i, x in activations.items()}
+        self._calls.append(_Call(graph, list(inputs), list(outputs), made, got, sources))
 
     def _sources(self, activations: Mapping[int, Any]) -> dict[int, tuple[_Call, int] | EagerVJP | None]:
         entries: dict[Entry, tuple[_Call, int]] = {}
-        places: dict[_Identity, tuple[_Call, int]] = {}
+        places: dict[Identity, tuple[_Call, int]] = {}
         for call in self._calls:
-            for position, identity in call.made.items():
+            for position, was in call.made.items():
                 x = call.outputs[position]
-                places[identity] = call, position
+                places[was] = call, position
                 # Written to since, autograd says of it what made the new value.
-                if x.grad_fn is not None and _identity(x) == identity:
+                if x.grad_fn is not None and identity(x) == was:
                     entries[x.grad_fn, x.output_nr] = call, position
         found: dict[int, tuple[_Call, int] | EagerVJP | None] = {}
         for position, x in activations.items():
@@ -143,7 +153,7 @@ class Tape:
             if found[position] is None:
                 # AOTAutograd may return another tensor in its result's place, as it does for views.
                 is_result = x.grad_fn.name() == "CompiledFunctionBackward"
-                found[position] = places.get(_identity(x)) if is_result or not self._follows else follow(x, entries)
+                found[position] = places.get(identity(x)) if is_result or not self._follows else follow(x, entries)
         return found
 
     def record_backward(
@@ -183,7 +193,7 @@ class Tape:
                     detours[output] = source.towards(places)
                 elif source in places:
                     flows[output] = places[source]
-            steps.append(Step(pair, analysis, arguments, flows, detours))
+            steps.append(Step(pair, analysis, arguments, flows, detours, call.crossing(analysis)))
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent
         return steps
@@ -192,7 +202,3 @@ class Tape:
 def _is_tensor(value: Any) -> bool:
     """Whether it has an address that nothing else has."""
     return isinstance(value, torch.Tensor) and value.numel() > 0
-
-
-def _identity(tensor: torch.Tensor) -> _Identity:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from operator import getitem as _getitem
 
 import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.records import SavedTensor
+from gact_fx.records import Boundary, SavedTensor
 from gact_fx.symbolic import hint, is_symbolic
 
 
@@ -28,16 +29,24 @@ def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
         value = output.meta.get("val") if isinstance(output, fx.Node) else None
         if isinstance(value, torch.Tensor):
             owners.setdefault(_storage_key(value), "output")
+    boundaries = _boundaries(pair)
     counts: Counter[str] = Counter()
     records = []
     for value in pair.saved_values():
         op = _op_name(_producer(value.source))
-        records.append(_record(value, f"{op}#{counts[op]}", op, storages, owners))
+        records.append(_record(value, f"{op}#{counts[op]}", op, storages, owners, boundaries))
         counts[op] += 1
     return tuple(records)
 
 
-def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
+def _record(
+    saved: SavedValue,
+    key: str,
+    op: str,
+    storages: dict[int, int],
+    owners: dict[int, str],
+    boundaries: dict[fx.Node | int, Boundary],
+) -> SavedTensor:
     value = saved.source.meta.get("val")
     module = _module_path(_producer(saved.source))
     if not isinstance(value, torch.Tensor):
@@ -55,7 +64,22 @@ def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owne
         storage_nbytes=hint(value.untyped_storage().nbytes()),
         owner=owners.get(storage, "nobody"),
         dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
+        boundary=boundaries.get(_producer(saved.source), boundaries.get(storage)),
     )
+
+
+def _boundaries(pair: GraphPair) -> dict[fx.Node | int, Boundary]:
+    """The activations that forward gets from earlier graphs or returns, by node and by storage."""
+    inputs = enumerate(pair.forward.graph.find_nodes(op="placeholder"))
+    found = {Boundary(True, i): node for i, node in inputs if node.name in pair.upstream_inputs}
+    results = enumerate(pair.forward_outputs[: pair.num_user_outputs])
+    found.update({Boundary(False, i): node for i, node in results if isinstance(node, fx.Node)})
+    by: dict[fx.Node | int, Boundary] = {}
+    for boundary, node in found.items():
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            by.setdefault(_producer(node), boundary)
+            by.setdefault(_storage_key(node.meta["val"]), replace(boundary, is_view=True))
+    return by
 
 
 def _storage_key(value: torch.Tensor) -> int:

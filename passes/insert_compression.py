@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx import ops  # noqa: F401  (registers torch.ops.gact_fx)
+from gact_fx import ops, shared_codes  # noqa: F401  (register torch.ops.gact_fx)
+from gact_fx.accounting import shares
 from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.graph_edit import add_call
 from gact_fx.passes.standardize import resolve, standardize, unstandardize
@@ -26,6 +27,7 @@ from gact_fx.symbolic import SizeBuilder
 
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
+compress_once = torch.ops.gact_fx.compress_once.default
 decompress = torch.ops.gact_fx.decompress.default
 convert = torch.ops.prims.convert_element_type.default
 # Bits, group size and seed; of these only bits matters to masks and integers.
@@ -56,7 +58,7 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
         elif how.encoding == QUANTIZE:
             entry = entries[tensor.key]
             if entry.bits is not None:
-                editor.save_codes(value, how, entry, aliases.get(how.name, []))
+                editor.save_codes(value, how, entry, aliases.get(how.name, []), crosses=shares(tensor, how, entry))
             elif how.instead:
                 editor.save_instead(value, how)
     editor.finish()
@@ -76,7 +78,10 @@ class _Editor:
         self._mask_edits: list[Callable[[], None]] = []
         self._value_edits: list[Callable[[], None]] = []
 
-    def save_codes(self, value: SavedValue, how: Eligibility, plan: TensorPlan, aliases: list[SavedValue]) -> None:
+    def save_codes(
+        self, value: SavedValue, how: Eligibility, plan: TensorPlan, aliases: list[SavedValue], *, crosses: bool
+    ) -> None:
+        """``crosses``: others hold the same tensor, and its codes."""
         mask = self._packed_masks(how)
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
@@ -87,7 +92,11 @@ class _Editor:
         dense = self._in_order(source, how.order)
         dense = self._laid_out(dense, source) if how.standardization is not None else dense
         codec = (plan.bits, plan.group_size, plan.seed)
-        blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
+        if crosses:
+            arguments: tuple[Any, ...] = (value.source, *codec, list(how.order), plan.rounding)
+            blob = self._add_forward(compress_once, arguments, f"{value.name}_blob")
+        else:
+            blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
