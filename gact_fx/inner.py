@@ -71,12 +71,9 @@ def without_views(run: Compiled, count: int) -> Compiled:
         held = Counter(x.untyped_storage()._cdata for x in outputs if is_plain(x))
         for position, x in enumerate(outputs[:count]):
             if is_plain(x) and x._is_view():
-                storage = x.untyped_storage()
-                is_shared = held[storage._cdata] > 1 or x.is_conj() or x.is_neg()
-                alone = torch.empty(0, dtype=x.dtype, device=x.device)
-                outputs[position] = (
-                    x.clone() if is_shared else alone.set_(storage, x.storage_offset(), x.shape, x.stride())
-                )
+                is_shared = held[x.untyped_storage()._cdata] > 1 or x.is_conj() or x.is_neg()
+                # As old as what autograd makes of it, by which results are told when they come back.
+                outputs[position] = x.clone() if is_shared else x.data
         return outputs
 
     return boxed(call)

@@ -117,3 +117,5 @@ def test_results_are_no_views_as_those_of_compiled_code_are_none() -> None:
     assert torch.equal(turned, shared.t()) and torch.equal(viewed, alone.view(2, 3))
     assert turned.untyped_storage()._cdata != shared.untyped_storage()._cdata
     assert viewed.untyped_storage()._cdata == alone.untyped_storage()._cdata
+    # By which results are told when another graph gets them.
+    assert turned._version == viewed._version == 0
