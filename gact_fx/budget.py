@@ -19,6 +19,8 @@ log = logging.getLogger("gact_fx")
 DEFAULT_GROUP = 256
 # Compression variance beyond this share of the minibatch gradient's own is worth a warning.
 NOISE_LIMIT = 0.1
+# Re-planning costs a compilation, and must bring the predicted variance down by this much.
+WORTHWHILE = 0.95
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,14 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         variance=variance if is_known else None,
         minibatch_variance=minibatch_variance,
     )
+
+
+def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
+    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
+    if plan.choices() == before.choices():
+        return False
+    variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
+    return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
 
 
 def _choose(

@@ -27,9 +27,9 @@ _COPIES = (
 class EagerTensor:
     """One tensor that eager PyTorch saved in the latest step of training.
 
-    ``bits`` is None where it is kept exact, ``rounding`` where its code is. Bytes count each storage and code once, and
-    none that a graph holds as well. ``identity`` tells the tensor from others of its forward pass, ``is_shared`` that
-    its codes are a graph's.
+    ``bits`` is None where it is kept exact, ``rounding`` and ``group_size`` where its code is. Bytes count each storage
+    and code once, and none that a graph holds as well. ``identity`` tells the tensor from others of its forward pass,
+    ``is_shared`` that its codes are a graph's.
     """
 
     use: Use | None
@@ -37,6 +37,7 @@ class EagerTensor:
     dtype: torch.dtype
     bits: int | None
     rounding: str | None
+    group_size: int | None
     bytes_before: int
     bytes_after: int
     identity: Identity | None
@@ -147,15 +148,16 @@ class ForwardPass:
             is_new = key not in after
             after.add(key)
             use = uses.get(held.place) if held.place is not None else None
+            bits = rounding = group_size = None
             if isinstance(code, Packed):
                 taken = code.blob.numel() if is_new and not held.is_shared else 0
+                bits = code.bits
                 # A mask is exact.
-                rounding = None if code.dtype is torch.bool else code.rounding
-                bits: int | None = code.bits
+                if code.dtype is not torch.bool:
+                    rounding, group_size = code.rounding, code.group_size
             else:
                 taken = self.storages.sizes[storage] if is_new else 0
-                bits = rounding = None
-            how = use, held.shape, held.dtype, bits, rounding
+            how = use, held.shape, held.dtype, bits, rounding, group_size
             yield EagerTensor(*how, nbytes, taken, held.identity, held.is_shared)
 
 

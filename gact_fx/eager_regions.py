@@ -3,10 +3,6 @@
 Saved-tensor hooks see a tensor when it is saved, but not what for. That is read from autograd's nodes when the model
 has returned; from then on the same place in the program (its call stack, how often it has saved already, dtype and
 producer) is stored as the nodes there allow. What the first pass through a place saved is stored so afterwards.
-
-Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, which tells whether
-other hooks are active, and ``_saved_tensors_hooks_get_disabled_error_message``, which tells whether there may be any;
-PyTorch's own ``disable_saved_tensors_hooks`` asks it.
 """
 
 from __future__ import annotations
@@ -31,7 +27,8 @@ from gact_fx.dynamo import is_forced_eager
 from gact_fx.eager_forward import EagerTensor, ForwardPass, Held, Reads, producer_of
 from gact_fx.graph_holdings import GraphHoldings, Slot
 from gact_fx.plan import slot_seed
-from gact_fx.saved_tensors import Packed, is_expanded, is_plain, pack_in
+from gact_fx.saved_tensor_hooks import hooks_are_forbidden, top_hooks
+from gact_fx.saved_tensors import Packed, is_expanded, is_plain, pack_in, scale_of_mask
 from gact_fx.shared_codes import Identity, identity
 
 log = logging.getLogger("gact_fx")
@@ -85,7 +82,7 @@ class EagerRegions:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_off or not torch.is_grad_enabled() or self._call is not None or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            if _top_hooks() or _hooks_are_forbidden() or is_forced_eager():
+            if top_hooks() or hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
@@ -210,7 +207,7 @@ class EagerRegions:
         if self._use_shared(held, call):
             return
         if use.node == "MulBackward0" and not held.requires_grad:
-            held.scale = _scale_of_mask(x)
+            held.scale = scale_of_mask(x)
         is_mask = held.scale is not None
         key = (use.treatment, is_mask, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
         storage, known = call.codes.get(key, (None, None))
@@ -278,7 +275,7 @@ class EagerRegions:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Within, no model's hooks are active: compiled graphs store what they save themselves."""
-    hooks = _top_hooks()
+    hooks = top_hooks()
     regions = getattr(hooks[0], "regions", None) if hooks else None
     if not isinstance(regions, EagerRegions):
         yield
@@ -301,21 +298,3 @@ def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*arguments)
 
     return call
-
-
-def _top_hooks() -> Any:
-    """The innermost saved-tensor hooks, None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _hooks_are_forbidden() -> bool:
-    """Whether hooks cannot be set, as within ``torch.func.grad``."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-
-
-def _scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:
-    """The one value beside 0 in ``x``, None if there are several: dropout multiplies by such a mask."""
-    if x.dtype is torch.bool or not x.numel():
-        return None
-    scale = x.max()
-    return scale if torch.equal(x, (x != 0) * scale) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,20 @@ def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **k
     with first.fake_mode:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
+    """``node``, whose dimensions are in ``order``, with its dimensions in their own."""
+    if list(order) == sorted(order):
+        return node
+    inverse = sorted(range(len(order)), key=lambda d: order[d])
+    return add_call(graph, torch.ops.aten.permute.default, (node, inverse), f"{node.name}restored")
+
+
+def latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
+    """The last of ``nodes``, but never a placeholder that others follow."""
+    last: fx.Node = max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
+    return last
 
 
 def dependents(graph: fx.Graph, is_root: Callable[[fx.Node], bool]) -> set[fx.Node]:

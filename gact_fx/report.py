@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,13 @@ import torch
 from torch import fx
 
 from gact_fx.accounting import coded_nbytes, exact_nbytes, is_counted
-from gact_fx.codec_layout import BFLOAT16_BITS
 from gact_fx.driver import Stage
 from gact_fx.eager_forward import EagerTensor
 from gact_fx.graph_holdings import Slot
 from gact_fx.ops import has_compiled_kernels
 from gact_fx.plan import Plan, TensorPlan
 from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
-from gact_fx.saved_tensors import GROUP_SIZE
+from gact_fx.report_table import table_lines
 
 if TYPE_CHECKING:
     from gact_fx.session import GraphRecord, Session
@@ -111,7 +110,7 @@ class Report:
         return json.dumps({"note": self.note, **totals, "average_bits": self.average_bits, "rows": rows}, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return "\n".join(table_lines(self))
 
     @classmethod
     def from_session(cls, session: Session) -> Report:
@@ -233,7 +232,7 @@ def _eager_row(index: int, tensor: EagerTensor) -> Row:
         encoding=KEEP if tensor.bits is None else MASK if is_mask else QUANTIZE,
         bits=tensor.bits,
         rounding=tensor.rounding,
-        group_size=GROUP_SIZE if tensor.rounding else None,
+        group_size=tensor.group_size,
         sensitivity=None,
         bytes_before=tensor.bytes_before,
         bytes_after=tensor.bytes_after,
@@ -246,59 +245,3 @@ def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None,
     if encoding == QUANTIZE and entry is not None:
         return coded_nbytes(tensor, how, entry)
     return tensor.nbytes if how.instead else exact_nbytes(tensor, how)
-
-
-_COLUMNS = (
-    "graph", "tensor", "op", "shape", "dtype", "stored", "bits", "code", "sensitivity", "before", "after", "reason"
-)  # fmt: skip
-_RIGHT = {"graph", "bits", "sensitivity", "before", "after"}
-
-
-def _table(report: Report) -> Iterator[str]:
-    shown = [row for row in report.rows if row.bytes_before or row.bytes_after]
-    free = len(report.rows) - len(shown)
-    lines = [_COLUMNS, *(_cells(row) for row in shown)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-    if shown:
-        for line in lines:
-            yield "  ".join(_pad(cell, w, c) for cell, w, c in zip(line, widths, _COLUMNS, strict=True)).rstrip()
-    if free:
-        reasons = ", ".join(_count_reasons(row.reason for row in report.rows if row not in shown))
-        yield f"and {free} saved values that cost nothing ({reasons})"
-    if report.note:
-        yield f"gact_fx: {report.note}"
-    if shown:
-        bits = f", {report.average_bits:.2f} bits per compressed element" if report.average_bits else ""
-        yield (
-            f"held for backward: {_size(report.bytes_before)} before, {_size(report.bytes_after)} after "
-            f"({report.ratio:.1f}x{bits})"
-        )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    sensitivity = f"{row.sensitivity:.2e}" if row.sensitivity is not None else ""
-    bits = str(row.bits) if row.bits is not None else ""
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    sizes = (_size(row.bytes_before), _size(row.bytes_after))
-    # bfloat16 codes have neither rounding to speak of nor groups.
-    code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
-    graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
-    return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
-
-
-def _count_reasons(reasons: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for reason in reasons:
-        reason = "the same memory as another" if reason.startswith("the same memory") else reason
-        counts[reason] = counts.get(reason, 0) + 1
-    return [f"{count} {reason}" for reason, count in counts.items()]
-
-
-def _pad(cell: str, width: int, column: str) -> str:
-    return cell.rjust(width) if column in _RIGHT else cell.ljust(width)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"

@@ -67,6 +67,14 @@ def is_plain(x: object) -> TypeGuard[torch.Tensor]:
     return type(x) is torch.Tensor and x.layout is torch.strided
 
 
+def scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:
+    """The one value beside 0 in ``x``, None if there are several: dropout multiplies by such a mask."""
+    if x.dtype is torch.bool or not x.numel():
+        return None
+    scale = x.max()
+    return scale if torch.equal(x, (x != 0) * scale) else None
+
+
 def is_expanded(x: torch.Tensor) -> bool:
     """Whether a tensor is smaller in memory than by its elements, and than its codes would be."""
     return x.untyped_storage().nbytes() < x.numel() * x.element_size() // 2

@@ -14,7 +14,7 @@ from torch import fx
 
 from gact_fx.accounting import fixed_nbytes
 from gact_fx.aot import GraphPair, Mark
-from gact_fx.budget import GraphTensors, choose_plan
+from gact_fx.budget import GraphTensors, choose_plan, is_better
 from gact_fx.config import Config
 from gact_fx.driver import Driver, Stage
 from gact_fx.eager_regions import EagerRegions
@@ -39,8 +39,6 @@ PROFILE_BITS = 8
 MAX_STEPS_WAITED = 8
 # Steps in training that may fail to be profiled before the first plan is given up.
 MAX_FAILURES = 3
-# Re-planning costs a compilation, and must bring the predicted variance down by this much.
-WORTHWHILE = 0.95
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ class Session:
             config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
         plan = choose_plan(graphs, config, self.model, self.minibatch_variance)
         before = self.plan
-        if before is not None and not _is_better(plan, before, graphs):
+        if before is not None and not is_better(plan, before, graphs):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return self.plan
         # A given plan that was made anew may meet graphs that it does not know, like any other.
@@ -289,14 +287,6 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Session, (self.config, self.model, self.plan)
-
-
-def _is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
-    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
-    if plan.choices() == before.choices():
-        return False
-    variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
-    return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
 
 
 def _cuda_devices(steps: Sequence[Step]) -> list[int]:

@@ -15,7 +15,8 @@
 6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
    (``cut_backward``        the segments in which that is done, so that it fits in memory;
    ``measure_sensitivity``  the same one tensor at a time, by GACT's Algorithm 1;
-   ``measure_rounding``     the error that every width, rounding and group size makes)
+   ``measure_rounding``     the error that every width, rounding and group size makes;
+   ``find_crossings``       activations that several graphs hold, to be stored once)
 7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
 8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
 9. ``insert_compression``   compress into forward, decompress into backward
@@ -39,6 +40,7 @@ from gact_fx.passes.cut_backward import cut_backward
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
+from gact_fx.passes.find_crossings import find_crossings
 from gact_fx.passes.find_masks import find_masks
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.find_substitutes import find_substitutes
@@ -66,6 +68,7 @@ __all__ = [
     "defer_recomputation",
     "expose_decisions",
     "fewest_bytes",
+    "find_crossings",
     "find_masks",
     "find_saved_tensors",
     "find_substitutes",

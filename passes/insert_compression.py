@@ -19,7 +19,7 @@ from torch import fx
 from gact_fx import ops, shared_codes  # noqa: F401  (register torch.ops.gact_fx)
 from gact_fx.accounting import shares
 from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.graph_edit import add_call
+from gact_fx.graph_edit import add_call, latest, restored
 from gact_fx.passes.standardize import resolve, standardize, unstandardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
@@ -171,7 +171,7 @@ class _Editor:
             if arguments == (twin.args, twin.kwargs):
                 return twin
         graph = self._pair.forward.graph
-        with graph.inserting_after(_latest(self._pair.forward, list(inputs.values()))):
+        with graph.inserting_after(latest(self._pair.forward, list(inputs.values()))):
             copy = graph.node_copy(node, lambda i: inputs[i])
         self._forward[node.name] = copy
         return copy
@@ -205,7 +205,7 @@ class _Editor:
         nodes: list[fx.Node] = []
         fx.map_arg(args, nodes.append)
         users = [user for node in nodes for user in node.users if user.op != "output"]
-        with graph.inserting_after(_latest(self._pair.forward, nodes + users)):
+        with graph.inserting_after(latest(self._pair.forward, nodes + users)):
             return add_call(graph, target, args, name, **kwargs)
 
     # Backward
@@ -275,7 +275,7 @@ class _Editor:
         for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
             part = add_call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
             part = add_call(graph, aten.reshape.default, (part, self._sizes.build(shape)), f"{value.name}_mask")
-            loaded.append(_restored(graph, part, order))
+            loaded.append(restored(graph, part, order))
         return loaded
 
     def _load(
@@ -292,21 +292,8 @@ class _Editor:
         if dtype is torch.bool:
             number = add_call(graph, convert, (dense, torch.float32), f"{value.name}_number")
             dense = add_call(graph, aten.gt.Scalar, (number, 0.5), f"{value.name}_truth")
-        return dense, _restored(graph, dense, order)
-
-
-def _restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
-    if list(order) == sorted(order):
-        return node
-    inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return add_call(graph, aten.permute.default, (node, inverse), f"{node.name}_restored")
+        return dense, restored(graph, dense, order)
 
 
 def _replace(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in readers and user.target is not decompress)
-
-
-def _latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
-    """The last of ``nodes``, but never a placeholder that others follow."""
-    last: fx.Node = max([*nodes, module.graph.find_nodes(op="placeholder")[-1]])
-    return last
