@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graph_edit import add_call, dependents
+from gact_fx.records import Boundary
 
 aten = torch.ops.aten
 # Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers
@@ -58,6 +59,12 @@ class GraphPair:
         return [
             SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)
         ]
+
+    def boundary(self, where: Boundary) -> fx.Node:
+        """The input or result of forward that ``where`` says."""
+        inputs = self.forward.graph.find_nodes(op="placeholder")
+        node: fx.Node = inputs[where.position] if where.is_input else self.forward_outputs[where.position]
+        return node
 
     def tangents(self) -> frozenset[str]:
         """Names of the backward placeholders that are not saved by forward: tangents and backward seeds."""

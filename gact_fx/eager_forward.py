@@ -63,7 +63,7 @@ class Held:
         self.reads: Reads | None = None
         self.treatment = Treatment.EXACT
         self.scale: torch.Tensor | None = None
-        self.shape = tuple(tensor.shape)
+        self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.version = tensor._version
         # What tells the tensor from others, and the number of its storage.

@@ -229,7 +229,7 @@ class EagerRegions:
     def _use_shared(self, held: Held, call: ForwardPass) -> bool:
         """Put the codes of a graph that saved the same tensor in its place, if they are as fine as those of here."""
         if held.treatment is Treatment.CODE and held.identity is not None:
-            code = call.shared.find(held.storage, held.identity, self._bits)
+            code = call.shared.find(held.storage, held.identity, held.shape, self._bits)
             if code is not None:
                 held.value, held.is_shared = code, True
         return held.is_shared

@@ -128,6 +128,8 @@ def _compile_eager(
         inference_compiler=lambda graph, _: interpret_graph(graph),
         partition_fn=partition,
         decompositions={**get_decompositions(opaque), aten.zeros_like.default: _zeros_like},
+        # Otherwise what was written under no_grad is copied to the input with a gradient, which replaces its history.
+        keep_inference_input_mutations=True,
     )
     return backend(module, example_inputs)
 

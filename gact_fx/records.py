@@ -17,7 +17,7 @@ KEEP, QUANTIZE, MASK, PACK, ALIAS, DROP = "keep", "quantize", "mask", "pack", "a
 class Boundary:
     """In the memory of which of forward's inputs, or of what it returns to the caller, a saved tensor lies.
 
-    ``is_view``: it is not that tensor itself.
+    ``is_view``: it is not that tensor, nor all of it in the same order.
     """
 
     is_input: bool

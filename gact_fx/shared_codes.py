@@ -13,18 +13,23 @@ from contextvars import ContextVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from gact_fx.saved_tensors import Packed
 
-# Address, dtype, shape, strides, and version: an operator in place changes the last of these alone.
-Identity = tuple[int, torch.dtype, torch.Size, tuple[int, ...], int]
-# Bits, group size, seed, rounding, and the order of dimensions, of which graphs may disagree: Inductor chooses layouts.
+# Address, dtype, shape, strides, and version: an operator in place changes the last of these alone. Of what lies in
+# memory row by row, every view that does has the same codes, and so the same identity.
+Identity = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+# Bits, group size, seed, rounding, and the order of dimensions in memory, () where it is their own. Graphs may disagree
+# about it, since Inductor chooses layouts.
 _Codec = tuple[int, int, int, str, tuple[int, ...]]
 
 
 def identity(x: torch.Tensor) -> Identity:
-    """What tells ``x`` from other tensors while its memory is held."""
-    return x.data_ptr(), x.dtype, x.shape, x.stride(), x._version
+    """What tells ``x`` from other tensors while its memory is held, but for writes that autograd does not see either
+    (``x.data``, NumPy)."""
+    shape, stride = ((x.numel(),), (1,)) if x.is_contiguous() else (tuple(x.shape), x.stride())
+    return x.data_ptr(), x.dtype, shape, stride, x._version
 
 
 class Storages:
@@ -48,29 +53,44 @@ class Storages:
 class SharedCodes:
     """The codes of one forward pass, by the tensors that they are of: the numbers of their storages, and identities.
 
-    Codes are held for as long as the pass lasts, as they will be until backward; tensors are not.
+    Neither tensors nor codes are held, which are there for as long as somebody has saved them for backward.
     """
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
-        self._codes: dict[tuple[int, Identity], dict[_Codec, Packed]] = {}
+        self._blobs: dict[tuple[int, Identity], dict[_Codec, TensorWeakRef]] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Within, `compress_once` keeps its codes here."""
+        """Within, `compress_once` looks here for codes."""
         token = _active.set(self)
         try:
             yield
         finally:
             _active.reset(token)
 
-    def of(self, x: torch.Tensor) -> dict[_Codec, Packed]:
-        """The codes of ``x``, to which others may be added."""
-        return self._codes.setdefault((self._storages.number(x), identity(x)), {})
+    def get(self, x: torch.Tensor, codec: _Codec) -> torch.Tensor | None:
+        """Codes of ``x``, None where nobody has made these."""
+        blob = self._of(x).get(codec)
+        return None if blob is None else blob()
 
-    def find(self, storage: int, what: Identity, bits: int) -> Packed | None:
-        """Codes of ``bits`` bits or more, None where there are none."""
-        return next((code for code in self._codes.get((storage, what), {}).values() if code.bits >= bits), None)
+    def put(self, x: torch.Tensor, codec: _Codec, blob: torch.Tensor) -> None:
+        """Give ``blob`` to those who ask for these codes of ``x`` after."""
+        self._of(x)[codec] = TensorWeakRef(blob)
+
+    def find(self, storage: int, what: Identity, shape: torch.Size, bits: int) -> Packed | None:
+        """The tensor of that ``shape`` in codes of ``bits`` bits or more, None where there are none."""
+        for codec, reference in self._blobs.get((storage, what), {}).items():
+            width, group_size, seed, rounding, order = codec
+            blob = reference() if width >= bits else None
+            if blob is not None:
+                order = order or tuple(range(len(shape)))
+                dense = torch.Size(shape[d] for d in order)
+                return Packed(blob, dense, what[1], order, width, seed, rounding, group_size)
+        return None
+
+    def _of(self, x: torch.Tensor) -> dict[_Codec, TensorWeakRef]:
+        return self._blobs.setdefault((self._storages.number(x), identity(x)), {})
 
 
 _active: ContextVar[SharedCodes | None] = ContextVar("gact_fx.shared_codes", default=None)
@@ -79,20 +99,16 @@ _active: ContextVar[SharedCodes | None] = ContextVar("gact_fx.shared_codes", def
 def _compress_once(
     x: torch.Tensor, bits: int, group_size: int, seed: int, order: Sequence[int], rounding: str
 ) -> torch.Tensor:
-    dense = x.permute(tuple(order))
-
-    def compress() -> torch.Tensor:
-        blob: torch.Tensor = torch.ops.gact_fx.compress.default(dense, bits, group_size, seed, None, rounding)
-        return blob
-
     shared = _active.get()
-    if shared is None:
-        return compress()
-    codes = shared.of(x)
-    codec = bits, group_size, seed, rounding, tuple(order)
-    if codec not in codes:
-        codes[codec] = Packed(compress(), dense.shape, x.dtype, tuple(order), bits, seed, rounding, group_size)
-    return codes[codec].blob
+    codec = bits, group_size, seed, rounding, () if list(order) == sorted(order) else tuple(order)
+    found = shared.get(x, codec) if shared is not None else None
+    if found is not None:
+        return found
+    dense = x.permute(tuple(order))
+    blob: torch.Tensor = torch.ops.gact_fx.compress.default(dense, bits, group_size, seed, None, rounding)
+    if shared is not None:
+        shared.put(x, codec, blob)
+    return blob
 
 
 def _compress_once_fake(

@@ -29,24 +29,17 @@ def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
         value = output.meta.get("val") if isinstance(output, fx.Node) else None
         if isinstance(value, torch.Tensor):
             owners.setdefault(_storage_key(value), "output")
-    boundaries = _boundaries(pair)
     counts: Counter[str] = Counter()
     records = []
     for value in pair.saved_values():
         op = _op_name(_producer(value.source))
-        records.append(_record(value, f"{op}#{counts[op]}", op, storages, owners, boundaries))
+        record = _record(value, f"{op}#{counts[op]}", op, storages, owners)
+        records.append(record if record.dtype is None else replace(record, boundary=_boundary(value.source, pair)))
         counts[op] += 1
     return tuple(records)
 
 
-def _record(
-    saved: SavedValue,
-    key: str,
-    op: str,
-    storages: dict[int, int],
-    owners: dict[int, str],
-    boundaries: dict[fx.Node | int, Boundary],
-) -> SavedTensor:
+def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
     value = saved.source.meta.get("val")
     module = _module_path(_producer(saved.source))
     if not isinstance(value, torch.Tensor):
@@ -64,22 +57,41 @@ def _record(
         storage_nbytes=hint(value.untyped_storage().nbytes()),
         owner=owners.get(storage, "nobody"),
         dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
-        boundary=boundaries.get(_producer(saved.source), boundaries.get(storage)),
     )
 
 
-def _boundaries(pair: GraphPair) -> dict[fx.Node | int, Boundary]:
-    """The activations that forward gets from earlier graphs or returns, by node and by storage."""
+def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
+    """Which activation that forward gets from earlier graphs, or returns, shares the memory of ``saved``."""
     inputs = enumerate(pair.forward.graph.find_nodes(op="placeholder"))
-    found = {Boundary(True, i): node for i, node in inputs if node.name in pair.upstream_inputs}
+    found = [(Boundary(True, i), node) for i, node in inputs if node.name in pair.upstream_inputs]
     results = enumerate(pair.forward_outputs[: pair.num_user_outputs])
-    found.update({Boundary(False, i): node for i, node in results if isinstance(node, fx.Node)})
-    by: dict[fx.Node | int, Boundary] = {}
-    for boundary, node in found.items():
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            by.setdefault(_producer(node), boundary)
-            by.setdefault(_storage_key(node.meta["val"]), replace(boundary, is_view=True))
-    return by
+    found += [(Boundary(False, i), node) for i, node in results if isinstance(node, fx.Node)]
+    value = saved.meta["val"]
+    same_memory = [
+        (boundary, node)
+        for boundary, node in found
+        if isinstance(node.meta.get("val"), torch.Tensor) and _storage_key(node.meta["val"]) == _storage_key(value)
+    ]
+    for boundary, node in same_memory:
+        if _producer(node) is _producer(saved) or _is_same_in_rows(node.meta["val"], value):
+            return boundary
+    return replace(same_memory[0][0], is_view=True) if same_memory else None
+
+
+def _is_same_in_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one storage are the same elements in the same order, row by row."""
+    (first, is_whole), (second, is_whole_too) = _rows(a), _rows(b)
+    return first == second and is_whole and is_whole_too and a.dtype is b.dtype
+
+
+def _rows(value: torch.Tensor) -> tuple[tuple[int, int], bool]:
+    """Where a tensor begins, how many elements it has, and whether they lie row by row."""
+    count = 1
+    in_rows = True
+    for size, step in reversed([(hint(n), hint(s)) for n, s in zip(value.shape, value.stride(), strict=True)]):
+        in_rows &= size == 1 or step == count
+        count *= size
+    return (hint(value.storage_offset()), count), in_rows
 
 
 def _storage_key(value: torch.Tensor) -> int:

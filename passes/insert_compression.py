@@ -58,7 +58,8 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
         elif how.encoding == QUANTIZE:
             entry = entries[tensor.key]
             if entry.bits is not None:
-                editor.save_codes(value, how, entry, aliases.get(how.name, []), crosses=shares(tensor, how, entry))
+                crossing = pair.boundary(tensor.boundary) if tensor.boundary and shares(tensor, how, entry) else None
+                editor.save_codes(value, how, entry, aliases.get(how.name, []), crossing)
             elif how.instead:
                 editor.save_instead(value, how)
     editor.finish()
@@ -79,9 +80,14 @@ class _Editor:
         self._value_edits: list[Callable[[], None]] = []
 
     def save_codes(
-        self, value: SavedValue, how: Eligibility, plan: TensorPlan, aliases: list[SavedValue], *, crosses: bool
+        self,
+        value: SavedValue,
+        how: Eligibility,
+        plan: TensorPlan,
+        aliases: list[SavedValue],
+        crossing: fx.Node | None = None,
     ) -> None:
-        """``crosses``: others hold the same tensor, and its codes."""
+        """``crossing``: forward's input or result that others hold as well, of which they have the same codes."""
         mask = self._packed_masks(how)
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
@@ -89,13 +95,15 @@ class _Editor:
         if how.standardization is not None:
             by = resolve(how.standardization, lambda name: self._derive(self._backward[name]))
             source = standardize(source, by, self._add_forward)
-        dense = self._in_order(source, how.order)
-        dense = self._laid_out(dense, source) if how.standardization is not None else dense
         codec = (plan.bits, plan.group_size, plan.seed)
-        if crosses:
-            arguments: tuple[Any, ...] = (value.source, *codec, list(how.order), plan.rounding)
-            blob = self._add_forward(compress_once, arguments, f"{value.name}_blob")
+        if crossing is not None:
+            # Where the tensor is another view of it, both lie in memory row by row.
+            rank = crossing.meta["val"].dim()
+            order = list(how.order) if rank == len(how.order) else list(range(rank))
+            blob = self._add_forward(compress_once, (crossing, *codec, order, plan.rounding), f"{value.name}_blob")
         else:
+            dense = self._in_order(source, how.order)
+            dense = self._laid_out(dense, source) if how.standardization is not None else dense
             blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
