@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gact_fx.differentiable import DifferentiableInterpreter, has_derivative
 from gact_fx.passes.cut_backward import Segment, cut_backward
 from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
+from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.tape import Place, Step
 
@@ -21,7 +22,7 @@ Slopes = list[torch.Tensor]
 
 
 class Signs:
-    """The random v, drawn where they are needed."""
+    """The random v, drawn where they are needed; those of one leaf are the same wherever parts of its gradient are."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -30,25 +31,67 @@ class Signs:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         if value.device not in self._generators:
             self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        signs = torch.empty_like(value, requires_grad=False)
-        parts = torch.view_as_real(signs) if signs.is_complex() else signs
-        parts.random_(0, 2, generator=self._generators[value.device]).mul_(2).sub_(1)
-        return signs
+        return _signs(value, self._generators[value.device])
+
+    def of(self, leaf: int, probe: int, value: torch.Tensor) -> torch.Tensor:
+        """For a gradient ``value`` of ``leaf``, or a part of it."""
+        seed = slot_seed(self._seed, f"probe {probe}", f"leaf {leaf}")
+        return _signs(value, torch.Generator(value.device).manual_seed(seed))
+
+
+def _signs(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    signs = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    parts = torch.view_as_real(signs) if signs.is_complex() else signs
+    parts.random_(0, 2, generator=generator).mul_(2).sub_(1)
+    return signs
+
+
+class Shared:
+    """Derivatives with respect to one activation that several hold in the same codes: its error is one for all."""
+
+    def __init__(self) -> None:
+        self._meters: list[RoundingMeter] = []
+        self._sums: Slopes = []
+
+    def add(self, meter: RoundingMeter, slopes: Slopes) -> None:
+        """One more holder, with one derivative per probe, or none."""
+        self._meters.append(meter)
+        flat = [slope.reshape(-1) for slope in slopes]
+        if self._sums and flat:
+            flat = [a + b for a, b in zip(self._sums, flat, strict=True)]
+        self._sums = flat or self._sums
+
+    def finish(self) -> None:
+        """Give every holder its part of what the error does to all that it reaches."""
+        for meter in self._meters:
+            for slope in self._sums:
+                meter.add(slope)
+            meter.divide(len(self._meters))
 
 
 class Adjoint:
     """One graph's backward pass, differentiated segment by segment from its end.
 
     ``arriving`` are derivatives with respect to outputs, by position (none for those that reach nothing); the probes'
-    ``signs`` stand for the rest.
+    ``signs`` stand for the rest. ``shared``: by name, what collects the derivatives of tensors that others hold, too.
     """
 
-    def __init__(self, step: Step, sources: Sources, arriving: Mapping[int, Slopes], signs: Signs, probes: int) -> None:
+    def __init__(
+        self,
+        step: Step,
+        sources: Sources,
+        arriving: Mapping[int, Slopes],
+        signs: Signs,
+        probes: int,
+        shared: Mapping[str, Shared],
+    ) -> None:
         self.opaque: set[Place] = set()
         self.meters: dict[str, RoundingMeter] = {}
         self._sources = sources
         self._arriving = arriving
         self._signs = signs
+        self._leaves = step.leaves
+        self._shared = shared
         self._probes = range(probes)
         self._interpreter = DifferentiableInterpreter(step.backward)
         nodes = step.backward.graph.nodes
@@ -170,7 +213,9 @@ class Adjoint:
         """The derivative of v^T gradient with respect to an output."""
         total = torch.zeros_like(value, requires_grad=False)
         for position in self._positions[node]:
-            if position not in self._arriving:
+            if position in self._leaves:
+                total += self._signs.of(self._leaves[position], probe, value)
+            elif position not in self._arriving:
                 total += self._signs.like(value)
             elif self._arriving[position]:
                 total += self._arriving[position][probe].reshape(value.shape).to(value.dtype)
@@ -179,9 +224,14 @@ class Adjoint:
     def _fill(self, readings: Iterable[fx.Node]) -> None:
         """The meters of tensors whose derivatives are complete."""
         for node in readings:
-            self.meters[self._readings[node]] = meter = RoundingMeter(self._load(node), code_bits(node))
-            for slope in self._slopes.pop(node, ()):
-                meter.add(slope)
+            name = self._readings[node]
+            self.meters[name] = meter = RoundingMeter(self._load(node), code_bits(node))
+            slopes = self._slopes.pop(node, [])
+            if name in self._shared:
+                self._shared[name].add(meter, slopes)
+            else:
+                for slope in slopes:
+                    meter.add(slope)
 
     def _load(self, node: fx.Node) -> Any:
         if node in self._arguments:

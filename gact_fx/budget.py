@@ -151,7 +151,7 @@ def _shares(slots: Sequence[Slot]) -> list[_Share]:
 
 
 def _menu(share: _Share, menus: Sequence[Menu]) -> Menu:
-    """What may be chosen for all slots of a share: every run that holds an activation adds variance of its own."""
+    """What may be chosen for all slots of a share; of an activation's variance every run that holds it has a part."""
     options = [{(c.bits, c.rounding, c.group_size): c for c in menu} for menu in menus]
     common = [code for code in options[0] if all(code in others for others in options)]
     if share.crossing is not None:

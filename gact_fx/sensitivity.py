@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
@@ -19,15 +19,32 @@ log = logging.getLogger("gact_fx")
 
 
 def measure_step(
-    steps: Sequence[Step], config: Config, progress: Callable[[int], None] = lambda count: None
+    steps: Sequence[Step],
+    config: Config,
+    progress: Callable[[int], None] = lambda count: None,
+    shared: Sequence[Mapping[str, Hashable]] = (),
 ) -> list[dict[str, Sensitivity]]:
-    """Per graph of the step, the sensitivity of every quantized tensor that backward reads, by name."""
+    """Per graph of the step, the sensitivity of every quantized tensor that backward reads, by name.
+
+    ``shared`` identifies, per graph and by name, activations that several hold in the same codes: each is measured
+    together, and every holder has an equal part (but for Algorithm 1, which adds up what each does alone).
+    """
+    with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
+        return _measure(steps, config, progress, shared)
+
+
+def _measure(
+    steps: Sequence[Step],
+    config: Config,
+    progress: Callable[[int], None],
+    shared: Sequence[Mapping[str, Hashable]],
+) -> list[dict[str, Sensitivity]]:
     sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
     adjoint: list[tuple[dict[str, RoundingMeter], frozenset[str]]]
     if config.sensitivity == "empirical":
         adjoint = [(_equal_meters(step), frozenset(step.readings.values())) for step in steps]
     else:
-        adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
+        adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed, shared=shared)
     slow = [names for _, names in adjoint]
     empirical: list[dict[str, float]] = [{} for _ in steps]
     if any(slow):
@@ -54,3 +71,8 @@ def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
             tensor: RoundingMeter(replay.evaluate({name})[name], code_bits(nodes[name]))
             for name, tensor in step.readings.items()
         }
+
+
+def _cuda_devices(steps: Sequence[Step]) -> list[int]:
+    tensors = [value for step in steps for value in step.arguments if isinstance(value, torch.Tensor)]
+    return sorted({t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None})

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from gact_fx.accounting import fixed_nbytes
@@ -30,6 +29,7 @@ from gact_fx.recorder import LeafGradients
 from gact_fx.records import GraphAnalysis
 from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
+from gact_fx.shared_codes import Identity
 from gact_fx.tape import Step
 
 log = logging.getLogger("gact_fx")
@@ -81,6 +81,7 @@ class Session:
         self._last_gradients: LeafGradients = {}
         self._steps_waited = 0
         self._failures = 0
+        self._in_graphs: frozenset[Identity] = frozenset()
         self.has_failed = False
         # Whether what runs now counts as a step of training, and what is to be done with a step that was measured.
         self.in_step = True
@@ -117,16 +118,20 @@ class Session:
         profiles = [self._profile(step.analysis) for step in steps]
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
+        shared: list[dict[str, Identity]] = []
         if self.config.shares_codes:
-            eager = self.eager_regions.codes if self.eager_regions is not None else ()
+            eager = self.eager_regions.codes if self.eager_regions is not None else frozenset()
             found = find_crossings(steps, eager, self.config.eager_bits)
-            for profile in profiles:
+            for profile, step in zip(profiles, steps, strict=True):
                 profile.crossings = found.get(graph_fingerprint(profile.analysis.saved), {})
+                names = {t.name for t in step.analysis.saved if t.key in profile.crossings}
+                shared.append({name: what for name, what in step.crossing.items() if name in names})
+            # What eager PyTorch holds of these will be codes of graphs.
+            self._in_graphs = eager.intersection(what for of in shared for what in of.values())
         if not self.config.adaptive:
             return True
         self.announce(sum(len(step.analysis.quantized()) for step in steps))
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
-            measured = measure_step(steps, self.config, self.progress)
+        measured = measure_step(steps, self.config, self.progress, shared)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
             profile.add(step.analysis, sensitivities)
         return True
@@ -193,8 +198,9 @@ class Session:
             call()
 
     def eager_nbytes(self) -> int:
-        """What eager regions held for backward in the latest step, in bytes."""
-        return sum(t.bytes_after for t in self.eager_regions.latest) if self.eager_regions is not None else 0
+        """What eager regions held for backward in the latest step, in bytes, but for what will be codes of graphs."""
+        held = self.eager_regions.latest if self.eager_regions is not None else ()
+        return sum(tensor.bytes_after for tensor in held if tensor.identity not in self._in_graphs)
 
     def make_plan(self, eager_nbytes: int | None = None) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on.
@@ -287,8 +293,3 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Session, (self.config, self.model, self.plan)
-
-
-def _cuda_devices(steps: Sequence[Step]) -> list[int]:
-    tensors = [value for step in steps for value in step.arguments if isinstance(value, torch.Tensor)]
-    return sorted({t.device.index for t in tensors if t.device.type == "cuda" and t.device.index is not None})

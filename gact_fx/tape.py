@@ -28,7 +28,8 @@ class Step:
     placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
     the input, to what happens to the gradient there, whose ends are such places, or leaves. ``crossing`` identifies,
-    by slot, the saved activations that other graphs may hold as well.
+    by slot, the saved activations that other graphs may hold as well, ``leaves``, by backward output, the leaves whose
+    gradients these are (their ids).
     """
 
     pair: GraphPair
@@ -37,6 +38,7 @@ class Step:
     flows: Mapping[int, Place] = field(default_factory=dict)
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
     crossing: Mapping[str, Identity] = field(default_factory=dict)
+    leaves: Mapping[int, int] = field(default_factory=dict)
 
     def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
         """What a backward output is, or is part of: the gradients of tangents of earlier steps, and of leaves.
@@ -186,14 +188,16 @@ class Tape:
         for index, call in enumerate(calls):
             assert call.step is not None
             pair, analysis, arguments = call.step
-            flows, detours = {}, {}
+            flows, detours, leaves = {}, {}, {}
             for output, position in pair.gradients_of_inputs().items():
-                source = call.sources.get(position)
+                source, given = call.sources.get(position), call.inputs[position]
                 if isinstance(source, EagerVJP):
                     detours[output] = source.towards(places)
                 elif source in places:
                     flows[output] = places[source]
-            steps.append(Step(pair, analysis, arguments, flows, detours, call.crossing(analysis)))
+                elif isinstance(given, torch.Tensor) and given.is_leaf:
+                    leaves[output] = id(given)
+            steps.append(Step(pair, analysis, arguments, flows, detours, call.crossing(analysis), leaves))
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent
         return steps

@@ -14,39 +14,44 @@ incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from gact_fx.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.adjoint import Adjoint, Shared, Signs, Slopes, Sources
 from gact_fx.eager_vjp import EagerVJP
 from gact_fx.passes.measure_rounding import RoundingMeter
 from gact_fx.tape import Place, Step
 
 
 def measure_adjoint(
-    steps: Sequence[Step], *, probes: int, seed: int = 0
+    steps: Sequence[Step], *, probes: int, seed: int = 0, shared: Sequence[Mapping[str, Hashable]] = ()
 ) -> list[tuple[dict[str, RoundingMeter], frozenset[str]]]:
     """Per step: the meter of every compressed tensor, by name, and the names that need Algorithm 1.
 
-    ``steps`` are the graphs of one training step in forward's order; ``probes`` is the number of random v.
+    ``steps`` are the graphs of one training step in forward's order; ``probes`` is the number of random v. ``shared``
+    identifies, per step and by name, what several of the steps hold in the same codes.
     """
     sources = _find_sources(steps)
     signs = Signs(seed)
     opaque: set[Place] = set()
     flowing: dict[Place, Slopes] = {}
     leaves: dict[Any, Slopes] = {}
+    together: dict[Hashable, Shared] = {}
     meters = []
     # Gradients flow from late graphs to early ones, and their derivatives back.
     for index, step in enumerate(steps):
         arriving = {position: flowing.get(target, []) for position, target in step.flows.items()}
         for position, detour in step.detours.items():
             arriving[position] = _arriving(detour, flowing, leaves, signs, probes)
-        adjoint = Adjoint(step, sources[index], arriving, signs, probes)
+        held = {name: together.setdefault(of, Shared()) for name, of in (shared[index] if shared else {}).items()}
+        adjoint = Adjoint(step, sources[index], arriving, signs, probes, held)
         flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
         meters.append(adjoint.meters)
         opaque |= adjoint.opaque
+    for activation in together.values():
+        activation.finish()
     return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
 
 

@@ -71,6 +71,11 @@ class RoundingMeter:
         self._block_weights += squares.view(-1, _BLOCK)[self._sampled]
         self._count += 1
 
+    def divide(self, holders: int) -> None:
+        """Take for this tensor one of ``holders`` equal parts of what was added."""
+        self._weights /= holders
+        self._block_weights /= holders
+
     def weigh_equally(self) -> None:
         """Forget the sensitivities; every element counts alike."""
         self._weights.fill_(_CELL)

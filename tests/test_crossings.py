@@ -215,8 +215,15 @@ def test_several_passes_and_several_backward_passes() -> None:
     assert error(*found) < 0.01
 
 
-def test_the_gradient_error_is_that_which_is_predicted() -> None:
+@pytest.mark.parametrize("how", ["a weight each", "one layer", "one weight in graphs of its own"])
+def test_the_gradient_error_is_that_which_is_predicted(how: str) -> None:
+    """One error, made once, reaches one weight's gradient several times over where that is shared."""
     model, batches = CrossAttended(), [torch.randn(ROWS, WIDTH) for _ in range(2)]
+    if how == "one layer":
+        model.layers = nn.ModuleList([model.layers[0]] * 5)
+    elif how == "one weight in graphs of its own":
+        linear = model.layers[0].linear
+        model.layers = nn.ModuleList(Layer(linear, after) for after in (torch.sin, torch.cos, torch.tanh, torch.erf))
     ours = gact_fx.compile(
         model, inner="eager", budget_bits=3, min_elements=64, sample_batches=batches, loss_fn=lambda m, x: squares(m(x))
     )
