@@ -12,6 +12,7 @@ from gact_fx.accounting import shares
 from gact_fx.inner import Compiled, boxed
 from gact_fx.plan import GraphPlan
 from gact_fx.records import KEEP, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.saved_tensors import is_plain
 from gact_fx.shared_codes import Identity, Storages, identity
 
 # A graph, and the slot of a tensor that it saves.
@@ -89,7 +90,7 @@ def noting_holdings(
         outputs = run(arguments)
         for boundary, slot, has_shared_codes, stays in crossing:
             x = inputs[boundary.position] if boundary.is_input else outputs[boundary.position]
-            if isinstance(x, torch.Tensor) and x.numel():
+            if is_plain(x):
                 holdings.add(slot, x, in_shared_codes=has_shared_codes, is_exact=stays)
         return outputs
 

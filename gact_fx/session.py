@@ -224,6 +224,8 @@ class Session:
         """Run ``plan`` from now on."""
         self.plan = plan
         self.records, self.run_counts = [], RunCounts()
+        if self.eager_regions is not None:
+            self.eager_regions.shares_of_runs.clear()
         total = sum(len(graph.tensors) for graph in plan.graphs)
         log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
         if not total:
@@ -286,7 +288,8 @@ class Session:
         chosen = []
         for tensor, how in analysis.quantized():
             entry = entries[tensor.key]
-            chosen.append(entry if entry.fits(tensor, how) else default.entries()[tensor.key])
+            entry = entry if entry.fits(tensor, how) else default.entries()[tensor.key]
+            chosen.append(replace(entry, shared=entry.shared and self.config.shares_codes))
         return GraphPlan(key, tuple(chosen), found.saved, found.runs)
 
     # The plan is worth copying and saving with a model; compiled graphs are not.

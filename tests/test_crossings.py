@@ -167,6 +167,30 @@ def test_eager_pytorch_shares_the_codes_of_graphs(eager_first: bool, shape: tupl
     assert "stored once" in eager.reason
 
 
+def test_a_budget_of_bytes_is_used_where_eager_pytorch_shares_codes() -> None:
+    model, batch = CrossAttended(2), torch.randn(ROWS, WIDTH)
+    model.layers[1] = RunByEager(nn.Linear(WIDTH, WIDTH))
+    budget = 12_000
+    ours = gact_fx.compile(model, inner="eager", budget_bytes=budget, min_elements=64)
+    _, held = trained(ours, batch)
+    assert 0.9 * budget < held <= budget
+
+
+@pytest.mark.parametrize("options", [{"swap": True, "inner": "eager"}, {"mode": "reduce-overhead"}])
+def test_codes_are_not_shared_where_they_are_moved_or_lie_at_fixed_places(options: dict[str, object]) -> None:
+    model, batch = CrossAttended(), torch.randn(ROWS, WIDTH)
+    ours = gact_fx.compile(copy.deepcopy(model), inner="eager", min_elements=64)
+    trained(ours, batch)
+    plan = gact_fx.inspect(ours).plan
+    assert plan is not None and any(tensor.shared for g in plan.graphs for tensor in g.tensors)
+    again = gact_fx.compile(copy.deepcopy(model), plan=plan, min_elements=64, **options)
+    exact, found = trained(model, batch)[0], trained(again, batch)[0]
+    assert error(found, exact) < 0.1
+    assert not any(
+        node.target is compress_once for g in gact_fx.inspect(again).graphs for node in g.forward.graph.nodes
+    )
+
+
 def test_a_graph_that_spends_less_than_eager_pytorch_needs_is_given_as_much() -> None:
     alone = graph(1e-6, 1.0, 1.0, 1.0)
     key = alone.analysis.saved[0].key
