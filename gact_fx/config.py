@@ -215,10 +215,11 @@ class Config:
 
         Not where these are moved to host memory, nor where a graph's results lie at fixed places (CUDA graphs).
         """
+        if self.swap or self.inner != "inductor":
+            return not self.swap
         from torch._inductor import config as inductor
 
-        has_cuda_graphs = self.inductor_patches.get("triton.cudagraphs", inductor.triton.cudagraphs)
-        return not self.swap and not (self.inner == "inductor" and has_cuda_graphs)
+        return not self.inductor_patches.get("triton.cudagraphs", inductor.triton.cudagraphs)
 
     @classmethod
     def from_level(cls, level: str, **overrides: Any) -> Config:
