@@ -23,6 +23,12 @@ def hint(value: int | torch.SymInt) -> int:
     return int(value)
 
 
+def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are written as the same expression, and so are equal whatever the batch."""
+    left, right = (x.node.expr if isinstance(x, torch.SymInt) else sympy.Integer(x) for x in (a, b))
+    return bool(sympy.expand(left - right) == 0)
+
+
 class SizeBuilder:
     """Builds FX values for symbolic sizes out of the integer placeholders of a graph.
 

@@ -224,6 +224,28 @@ def test_a_view_that_a_graph_saves_and_returns_is_stored_once(inner: str, caplog
     assert any("stored once" in row.reason for row in report.rows)
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_part_that_is_the_whole_of_one_batch_is_a_part_of_others(inner: str) -> None:
+    """With varying sizes: rows that are all there are when the graph is traced."""
+
+    class Head(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.linear(x[:ROWS]))
+
+    class Heads(CrossAttended):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            memory = self.encoder(x)
+            torch._dynamo.graph_break()
+            return sum(layer(memory).square().sum() for layer in self.layers)
+
+    model = Heads()
+    model.layers = nn.ModuleList(Head(nn.Linear(WIDTH, WIDTH), after) for after in (torch.sin, torch.cos, torch.tanh))
+    ours = gact_fx.compile(copy.deepcopy(model), inner=inner, budget_bits=8, min_elements=64, dynamic=True)
+    for rows in (ROWS, ROWS, ROWS, 2 * ROWS, 3 * ROWS):
+        batch = torch.randn(rows, WIDTH)
+        assert error(trained(ours, batch, 1)[0], trained(model, batch, 1)[0]) < 0.01
+
+
 def test_several_passes_and_several_backward_passes() -> None:
     model, batches = CrossAttended(), [torch.randn(ROWS, WIDTH) for _ in range(3)]
     ours = gact_fx.compile(copy.deepcopy(model), inner="eager", budget_bits=8, min_elements=64)
