@@ -14,10 +14,10 @@ from gact_fx.aot import partition
 from gact_fx.config import Config
 from gact_fx.double_backward import refuse_double_backward
 from gact_fx.dynamo import Switch, compile_apart
-from gact_fx.eager_regions import outside_hooks, paused
 from gact_fx.graph_holdings import noting_holdings
 from gact_fx.inner import Compiled, channels_last_nodes, compile_pair, interpret_graph, without_views
 from gact_fx.recorder import Recorder
+from gact_fx.saved_tensor_hooks import outside_hooks, paused
 from gact_fx.session import GraphRecord, Session
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]

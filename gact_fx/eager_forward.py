@@ -110,6 +110,7 @@ class ForwardPass:
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
         self.shared = SharedCodes(self.storages)
         self.graphs = GraphHoldings(self.storages)
+        self.runs_plan = False
         # Storages of what graphs made without a gradient, and of what graphs with a backward pass read.
         self.made: dict[int, StorageWeakRef] = {}
         self.read_by_graphs: set[int] = set()

@@ -64,14 +64,15 @@ class EagerRegions:
         self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
-        self._pack_hook.regions = self
+        self._pack_hook.pause = self._pause
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._read)
         # Of graphs' activations, in which share of the runs each was the first to be held, and to be stored.
         self.shares_of_runs: dict[Slot, tuple[float, float]] = {}
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
-        # The forward passes of the latest step.
+        # The forward passes of the latest step, and of the latest that was not profiled.
         self._passes: list[tuple[Reads, tuple[EagerTensor, ...]]] = []
+        self._planned_passes = self._passes
         self._has_read = False
         self._is_paused = False
 
@@ -92,7 +93,7 @@ class EagerRegions:
             except RuntimeError as error:
                 if _REFUSAL not in str(error):
                     raise
-                self._is_off, self._passes = True, []
+                self._is_off, self._passes, self._planned_passes = True, [], []
                 log.warning(
                     "torch.func runs in eager PyTorch between compiled graphs, and admits no saved-tensor hooks: what "
                     "is saved there stays exact from now on; this forward pass was begun twice"
@@ -111,8 +112,12 @@ class EagerRegions:
     @property
     def latest(self) -> tuple[EagerTensor, ...]:
         """What eager PyTorch saved in the latest step, in the forward passes that ran backward if any did."""
-        passes = [saved for reads, saved in self._passes if reads.any] or [saved for _, saved in self._passes]
-        return tuple(tensor for saved in passes for tensor in saved)
+        return _saved_in(self._passes)
+
+    @property
+    def latest_planned(self) -> tuple[EagerTensor, ...]:
+        """The same, of the latest step whose graphs ran a plan if any did."""
+        return _saved_in(self._planned_passes or self._passes)
 
     @property
     def codes(self) -> frozenset[Identity]:
@@ -121,8 +126,11 @@ class EagerRegions:
         return frozenset(t.identity for t in coded if t.identity is not None)
 
     def holdings(self) -> GraphHoldings | None:
-        """What the graphs of the present forward pass hold."""
-        return self._call.graphs if self._call is not None else None
+        """What the graphs of the present forward pass, which runs a plan, hold."""
+        if self._call is None:
+            return None
+        self._call.runs_plan = True
+        return self._call.graphs
 
     def is_intermediate(self, x: torch.Tensor) -> bool:
         """Whether an earlier graph of this forward pass made ``x``, and no other graph saves it.
@@ -183,6 +191,16 @@ class EagerRegions:
             if held.reads is not None:
                 held.reads.any = True
         return held.read()
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._hooks.__exit__()
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._hooks.__enter__()
 
     def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
@@ -260,6 +278,8 @@ class EagerRegions:
         if self._has_read or len(self._passes) == _MAX_CALLS:
             self._has_read, self._passes = False, []
         self._passes.append((call.reads, tuple(call.records(self._uses))))
+        if call.runs_plan:
+            self._planned_passes = self._passes
 
     def _check(self, held: Held, use: Use, found: Use) -> None:
         """Keep exact from now on what has been stored for another use than it has."""
@@ -272,29 +292,6 @@ class EagerRegions:
         )  # fmt: skip
 
 
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Within, no model's hooks are active: compiled graphs store what they save themselves."""
-    hooks = top_hooks()
-    regions = getattr(hooks[0], "regions", None) if hooks else None
-    if not isinstance(regions, EagerRegions):
-        yield
-        return
-    regions._hooks.__exit__()
-    regions._is_paused = True
-    try:
-        yield
-    finally:
-        regions._is_paused = False
-        regions._hooks.__enter__()
-
-
-def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, with the hooks `paused` while it runs."""
-
-    @functools.wraps(run)
-    def call(*arguments: Any) -> Any:
-        with paused():
-            return run(*arguments)
-
-    return call
+def _saved_in(passes: list[tuple[Reads, tuple[EagerTensor, ...]]]) -> tuple[EagerTensor, ...]:
+    read = [saved for reads, saved in passes if reads.any] or [saved for _, saved in passes]
+    return tuple(tensor for saved in read for tensor in saved)

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from gact_fx.autograd_nodes import saved_by
 from gact_fx.eager_forward import Held
-from gact_fx.eager_regions import paused
+from gact_fx.saved_tensor_hooks import paused
 from gact_fx.saved_tensors import compressed_saved_tensors
 
 # A node and the number of one of its results: where a gradient enters it.

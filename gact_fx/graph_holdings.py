@@ -78,8 +78,6 @@ def noting_holdings(
         for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True)
         if tensor.boundary is not None
     ]
-    if not crossing:
-        return run
 
     def call(arguments: list[Any]) -> Any:
         holdings = current()

@@ -122,7 +122,7 @@ class Report:
         first = regions.shares_of_runs if regions is not None else {}
         rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i], first))
         if regions is not None:
-            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(regions.latest))
+            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(regions.latest_planned))
         graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in records)
         return cls(rows, graphs, session.plan, _note(session))
 

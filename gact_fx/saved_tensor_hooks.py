@@ -1,10 +1,13 @@
-"""What PyTorch says of the saved-tensor hooks that are active. Private, tried with torch 2.11 and 2.13:
+"""Which saved-tensor hooks are active, and how ours are paused. Private, tried with torch 2.11 and 2.13:
 ``torch._C._autograd._top_saved_tensors_default_hooks``, and ``_saved_tensors_hooks_get_disabled_error_message``, which
 PyTorch's own ``disable_saved_tensors_hooks`` asks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,3 +21,24 @@ def top_hooks() -> Any:
 def hooks_are_forbidden() -> bool:
     """Whether hooks cannot be set, as within ``torch.func.grad``."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Within, no model's hooks are active (they have a ``pause``): compiled graphs store what they save themselves."""
+    hooks = top_hooks()
+    with contextlib.ExitStack() as stack:
+        if hooks and hasattr(hooks[0], "pause"):
+            stack.enter_context(hooks[0].pause())
+        yield
+
+
+def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, with the hooks `paused` while it runs."""
+
+    @functools.wraps(run)
+    def call(*arguments: Any) -> Any:
+        with paused():
+            return run(*arguments)
+
+    return call

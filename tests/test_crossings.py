@@ -191,6 +191,18 @@ def test_codes_are_not_shared_where_they_are_moved_or_lie_at_fixed_places(option
     )
 
 
+def test_figures_are_those_of_planned_steps_also_after_one_that_was_profiled_again() -> None:
+    model, batch = CrossAttended(2), torch.randn(ROWS, WIDTH)
+    model.layers[1] = RunByEager(nn.Linear(WIDTH, WIDTH))
+    ours = gact_fx.compile(model, inner="eager", budget_bits=8, min_elements=64, profile_every=3)
+    figures = []
+    for _ in range(7):
+        trained(ours, batch, 1)
+        report = gact_fx.inspect(ours)
+        figures.append((report.bytes_before, report.bytes_after))
+    assert len(set(figures[1:])) == 1
+
+
 def test_a_graph_that_spends_less_than_eager_pytorch_needs_is_given_as_much() -> None:
     alone = graph(1e-6, 1.0, 1.0, 1.0)
     key = alone.analysis.saved[0].key
