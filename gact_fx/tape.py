@@ -29,7 +29,7 @@ class Step:
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
     the input, to what happens to the gradient there, whose ends are such places, or leaves. ``crossing`` identifies,
     by slot, the saved activations that other graphs may hold as well, ``leaves``, by backward output, the leaves whose
-    gradients these are (their ids).
+    gradients these are, numbered within the training step.
     """
 
     pair: GraphPair
@@ -184,6 +184,7 @@ class Tape:
         """The graphs that ran backward, in forward's order."""
         calls = [call for call in self._calls if call.step is not None]
         places: dict[Any, Place] = {}
+        numbers: dict[int, int] = {}
         steps = []
         for index, call in enumerate(calls):
             assert call.step is not None
@@ -196,7 +197,8 @@ class Tape:
                 elif source in places:
                     flows[output] = places[source]
                 elif isinstance(given, torch.Tensor) and given.is_leaf:
-                    leaves[output] = id(given)
+                    # Numbers, and not ids: what is drawn by them is to be the same in every run.
+                    leaves[output] = numbers.setdefault(id(given), len(numbers))
             steps.append(Step(pair, analysis, arguments, flows, detours, call.crossing(analysis), leaves))
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent
