@@ -119,8 +119,9 @@ class Session:
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         shared: list[dict[str, Identity]] = []
-        if self.config.shares_codes:
-            eager = self.eager_regions.codes if self.eager_regions is not None else frozenset()
+        # Where there is no forward pass of a model, nobody knows what earlier graphs have stored.
+        if self.config.shares_codes and self.eager_regions is not None:
+            eager = self.eager_regions.codes
             found = find_crossings(steps, eager, self.config.eager_bits)
             for profile, step in zip(profiles, steps, strict=True):
                 profile.crossings = found.get(graph_fingerprint(profile.analysis.saved), {})

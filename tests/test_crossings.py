@@ -203,6 +203,17 @@ def test_figures_are_those_of_planned_steps_also_after_one_that_was_profiled_aga
     assert len(set(figures[1:])) == 1
 
 
+def test_graph_by_graph_nothing_is_shared() -> None:
+    """``backend="gact"`` knows no forward pass of the model, and must not plan as if codes were stored once."""
+    model, batch = CrossAttended(), torch.randn(ROWS, WIDTH)
+    model.layers = nn.ModuleList([model.layers[0]] * 5)
+    options = {"inner": "eager", "budget_bytes": 8_000, "min_elements": 64}
+    ours = torch.compile(copy.deepcopy(model), backend="gact", options=options)
+    _, held = trained(ours, batch)
+    # Two graphs with a budget each.
+    assert held <= 2 * 8_000
+
+
 def test_a_graph_that_spends_less_than_eager_pytorch_needs_is_given_as_much() -> None:
     alone = graph(1e-6, 1.0, 1.0, 1.0)
     key = alone.analysis.saved[0].key
