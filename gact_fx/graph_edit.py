@@ -28,7 +28,7 @@ def restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
     if list(order) == sorted(order):
         return node
     inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return add_call(graph, torch.ops.aten.permute.default, (node, inverse), f"{node.name}restored")
+    return add_call(graph, torch.ops.aten.permute.default, (node, inverse), f"{node.name}_restored")
 
 
 def latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
