@@ -237,34 +237,48 @@ GACT_INLINE Metadata<Format> irregular_metadata(typename Format::Real lowest, ty
   return {Format::encode(lowest + Real(0)), encode_irregular_step(range, levels, kinds)};  // -0.0 becomes +0.0
 }
 
+// The code of a kind, in a group whose step is `step`: one that is not told apart was merged into NaN.
+GACT_INLINE int32_t code_of_kind(int kind, int32_t levels, uint16_t step) {
+  const bool present = step >> kind & 1;
+  return levels + 1 + (present ? popcount3(step & ((1 << kind) - 1)) : 0);
+}
+
+// The non-finite element that code `levels` + 1 + `index` stands for.
+template <class Format>
+GACT_INLINE typename Format::Bits nonfinite(int index, uint16_t step) {
+  using Bits = typename Format::Bits;
+  int kind = 0;  // the index-th of the set bits
+  for (int skip = index; kind < 2; ++kind) {
+    if ((step >> kind & 1) && skip-- == 0) break;
+  }
+  if (kind == 0) return Format::kNaN;
+  return kind == 1 ? Format::kInfinity : Bits(Format::kInfinity | Bits(1) << (8 * sizeof(Bits) - 1));
+}
+
 template <class Format>
 GACT_INLINE int32_t quantize_irregular(typename Format::Bits x, const Scale<typename Format::Real>& scale,
                                        typename Format::Real inverse, uint16_t step, int32_t noise) {
   using Real = typename Format::Real;
   const int kind = kind_of<Format>(x);
-  if (kind < 0) {
-    const int32_t code = quantize(Real(Format::decode(x)) * Real(0.25), scale.minimum, inverse, noise);
-    return code < scale.levels ? code : scale.levels;
-  }
-  const bool present = step >> kind & 1;  // if not, it was merged into NaN
-  return scale.levels + 1 + (present ? popcount3(step & ((1 << kind) - 1)) : 0);
+  if (kind >= 0) return code_of_kind(kind, scale.levels, step);
+  const int32_t code = quantize(Real(Format::decode(x)) * Real(0.25), scale.minimum, inverse, noise);
+  return code < scale.levels ? code : scale.levels;
+}
+
+// A finite element of an irregular group.
+template <Rounding rounding, class Format>
+GACT_INLINE typename Format::Bits dequantize_finite(int32_t code, const Scale<typename Format::Real>& scale,
+                                                    typename Format::Real fine_step, int32_t noise) {
+  using Real = typename Format::Real;
+  const Real value = dequantize<rounding>(code, scale.minimum, fine_step, noise) * Real(4);
+  return Format::encode(value > Format::kMax ? Format::kMax : value < -Format::kMax ? -Format::kMax : value);
 }
 
 template <Rounding rounding, class Format>
 GACT_INLINE typename Format::Bits dequantize_irregular(int32_t code, const Scale<typename Format::Real>& scale,
                                                        uint16_t step, int32_t noise) {
-  using Bits = typename Format::Bits;
-  using Real = typename Format::Real;
-  if (code > scale.levels) {
-    int kind = 0;  // the (code - levels - 1)-th of the set bits
-    for (int skip = code - scale.levels - 1; kind < 2; ++kind) {
-      if ((step >> kind & 1) && skip-- == 0) break;
-    }
-    if (kind == 0) return Format::kNaN;
-    return kind == 1 ? Format::kInfinity : Bits(Format::kInfinity | Bits(1) << (8 * sizeof(Bits) - 1));
-  }
-  const Real value = dequantize<rounding>(code, scale.minimum, fine_step<rounding>(scale.step), noise) * Real(4);
-  return Format::encode(value > Format::kMax ? Format::kMax : value < -Format::kMax ? -Format::kMax : value);
+  if (code > scale.levels) return nonfinite<Format>(code - scale.levels - 1, step);
+  return dequantize_finite<rounding, Format>(code, scale, fine_step<rounding>(scale.step), noise);
 }
 
 // ---- 16 bits: float32 as bfloat16, without metadata --------------------------------------------------------------

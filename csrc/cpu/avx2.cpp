@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -18,10 +19,10 @@
 #pragma GCC target("avx2,fma")
 #endif
 
-#define GACT_VECTORS 1
 #include "vectors_avx2.h"
 //
 #include "ranges.h"
+#include "vectorized.h"
 
 namespace gact::cpu {
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -18,11 +19,11 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
 #endif
 
-#define GACT_VECTORS 1
 #include "vectors_avx2.h"
 #include "vectors_avx512.h"
 //
 #include "ranges.h"
+#include "vectorized.h"
 
 namespace gact::cpu {
 

@@ -95,7 +95,7 @@ void compress_range(const Strided& values, const Codec& codec, const Blob& blob,
     for (int i = 0; i < count; ++i) {
       const int64_t group = stretches.group(i, step), left = blob.numel - group * group_size;
       if (extremes[i].is_irregular) {
-        metadata[i] = compress_irregular<rounding, Format>(x[i], bits, group_size, seed, group, codes);
+        metadata[i] = compress_irregular<Elements, rounding, Format>(x[i], bits, group_size, seed, group, codes);
       } else {
         const auto scale = regular_scale(metadata[i], bits);
         Elements::template quantize_all<rounding, Format>(x[i], group_size, scale, key[i], codes);
@@ -135,7 +135,7 @@ void decompress_range(const Blob& blob, const Codec& codec, void* values, int64_
       Element* const x = left < group_size ? buffer : target;
       unpack_codes(blob.codes + group * packed_nbytes, codes);
       if (metadata[i].step & kIrregular) {
-        decompress_irregular<rounding, Format>(codes, bits, group_size, metadata[i], key[i], x);
+        decompress_irregular<Elements, rounding, Format>(codes, bits, group_size, metadata[i], key[i], x);
       } else {
         const auto scale = regular_scale(metadata[i], bits);
         Elements::template dequantize_all<rounding, Format>(codes, group_size, scale, key[i], x);
