@@ -25,7 +25,8 @@ def can_share(tensor: SavedTensor, how: Eligibility) -> bool:
 def coded_nbytes(tensor: SavedTensor, how: Eligibility, entry: TensorPlan) -> int:
     """Bytes of a quantized tensor's blob, its masks included."""
     assert tensor.dtype is not None and entry.bits is not None
-    return int(blob_nbytes(tensor.numel, tensor.dtype, entry.bits, entry.group_size, how.mask_numel))
+    masks = how.mask_numel - (tensor.numel if entry.merged else 0)
+    return int(blob_nbytes(tensor.numel, tensor.dtype, entry.bits, entry.group_size, masks))
 
 
 def exact_nbytes(tensor: SavedTensor, how: Eligibility) -> int:

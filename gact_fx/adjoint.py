@@ -14,6 +14,7 @@ from gact_fx.passes.cut_backward import Segment, cut_backward
 from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensors import Packed, compressed_saved_tensors, pack
+from gact_fx.stopped_elements import StoppedElements
 from gact_fx.tape import Place, Step
 
 Sources = Mapping[fx.Node, frozenset[Place]]
@@ -92,6 +93,7 @@ class Adjoint:
         self._signs = signs
         self._leaves = step.leaves
         self._shared = shared
+        self._find_stopped = StoppedElements(step)
         self._probes = range(probes)
         self._interpreter = DifferentiableInterpreter(step.backward)
         nodes = step.backward.graph.nodes
@@ -225,13 +227,15 @@ class Adjoint:
         """The meters of tensors whose derivatives are complete."""
         for node in readings:
             name = self._readings[node]
-            self.meters[name] = meter = RoundingMeter(self._load(node), code_bits(node))
+            values = self._load(node)
+            stopped = self._find_stopped(node.name, values)
+            self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
             slopes = self._slopes.pop(node, [])
             if name in self._shared:
                 self._shared[name].add(meter, slopes)
             else:
                 for slope in slopes:
-                    meter.add(slope)
+                    meter.add(slope, stopped)
 
     def _load(self, node: fx.Node) -> Any:
         if node in self._arguments:

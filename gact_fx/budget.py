@@ -79,7 +79,7 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         first, first_tensor, _ = slots[share.slots[0]]
         seed = slot_seed(config.seed, first.fingerprint, first_tensor.key)
         code = (choice.bits, seed, value, choice.rounding, choice.group_size)
-        plans[graph.fingerprint].append(TensorPlan(tensor.key, *code, share.crossing is not None))
+        plans[graph.fingerprint].append(TensorPlan(tensor.key, *code, share.crossing is not None, choice.merged))
     return Plan(
         budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
@@ -152,7 +152,7 @@ def _shares(slots: Sequence[Slot]) -> list[_Share]:
 
 def _menu(share: _Share, menus: Sequence[Menu]) -> Menu:
     """What may be chosen for all slots of a share; of an activation's variance every run that holds it has a part."""
-    options = [{(c.bits, c.rounding, c.group_size): c for c in menu} for menu in menus]
+    options = [{(c.bits, c.rounding, c.group_size, c.merged): c for c in menu} for menu in menus]
     common = [code for code in options[0] if all(code in others for others in options)]
     if share.crossing is not None:
         least = share.crossing.min_bits
@@ -172,8 +172,8 @@ def _has_other_budget(config: Config) -> bool:
 
 
 def _fixed(menu: Menu, bits: int) -> Choice:
-    """The least width of at least ``bits`` in groups of the default size; exact codes do not count."""
-    coded = [choice for choice in menu if choice.bits is not None and choice.bits >= bits]
+    """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
+    coded = [choice for choice in menu if choice.bits is not None and choice.bits >= bits and not choice.merged]
     return min(coded, key=lambda c: (c.bits, c.rounding != "stochastic", abs(c.group_size - DEFAULT_GROUP)))
 
 

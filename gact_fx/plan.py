@@ -25,6 +25,7 @@ class TensorPlan:
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
     ``shared``: others hold the same activation, and have the same decision, seed included, so that its codes are stored
     once.
+    ``merged``: the codes tell the mask `Eligibility.merges` as well.
     """
 
     key: str
@@ -34,6 +35,7 @@ class TensorPlan:
     rounding: str = "stochastic"
     group_size: int = 256
     shared: bool = False
+    merged: bool = False
 
     def __post_init__(self) -> None:
         if self.bits is not None:
@@ -43,6 +45,8 @@ class TensorPlan:
         """Whether a decision made for another graph can be kept to for ``tensor``."""
         if self.bits is None:
             return how.exact_allowed
+        if self.merged and not how.merges:
+            return False
         can_be_coded = self.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
         return self.bits >= how.min_bits and can_be_coded
 
@@ -93,9 +97,11 @@ class Plan:
         best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
         return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
 
-    def choices(self) -> dict[tuple[str, str], tuple[int | None, str, int]]:
-        """Bits, rounding and group size by graph and tensor."""
-        return {(g.fingerprint, t.key): (t.bits, t.rounding, t.group_size) for g in self.graphs for t in g.tensors}
+    def choices(self) -> dict[tuple[str, str], tuple[int | None, str, int, bool]]:
+        """Bits, rounding, group size and whether a mask is merged, by graph and tensor."""
+        return {
+            (g.fingerprint, t.key): (t.bits, t.rounding, t.group_size, t.merged) for g in self.graphs for t in g.tensors
+        }
 
     def variance_on(self, sensitivities: Mapping[str, Mapping[str, Sensitivity]]) -> float | None:
         """The variance this plan would add at other sensitivities, by graph and key; None where one is missing."""
@@ -106,9 +112,10 @@ class Plan:
                     continue
                 found = sensitivities.get(graph.fingerprint, {}).get(tensor.key)
                 code = (tensor.bits, "dither" if tensor.rounding == "dither" else "stochastic", tensor.group_size)
-                if found is None or code not in found.variances:
+                variances = {} if found is None else found.merged if tensor.merged else found.variances
+                if code not in variances:
                     return None
-                terms.append(graph.runs * found.variances[code])
+                terms.append(graph.runs * variances[code])
         return math.fsum(terms)
 
     def save(self, path: str | Path) -> None:

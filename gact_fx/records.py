@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -85,6 +85,7 @@ class Eligibility:
     ``"keep"``. ``masks`` names the backward nodes whose exact
     boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
     memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
+    ``merges`` names the one of ``masks`` that the codes themselves can tell, if the plan says so.
     ``min_bits`` is the least width at which its error stays in proportion. Integers are packed modulo ``modulus`` if
     there is one: they index something of that size, where i and i - modulus are the same.
     """
@@ -93,6 +94,7 @@ class Eligibility:
     encoding: str
     reason: str
     masks: tuple[str, ...] = ()
+    merges: str = ""
     mask_numel: int = 0
     order: tuple[int, ...] = ()
     alias_of: str = ""
@@ -148,18 +150,21 @@ class Sensitivity:
     """What rounding one saved tensor does to the gradient, in units of squared gradient.
 
     ``value`` is GACT's c_l: the variance that stochastic rounding at 4 bits in groups of 256 adds, over S(4).
-    ``variances`` has the variance that each way of coding it adds.
+    ``variances`` has the variance that each way of coding it adds, ``merged`` the same for codes that tell a mask as
+    well (empty where they cannot, or nothing is known of what they would do to the elements that it stops).
     """
 
     value: float
     variances: Mapping[Code, float]
+    merged: Mapping[Code, float] = field(default_factory=dict)
 
     @classmethod
     def mean(cls, several: Sequence[Sensitivity]) -> Sensitivity:
         """The mean over sample batches."""
         count = len(several)
-        codes = several[0].variances
+        merged = [code for code in several[0].merged if all(code in s.merged for s in several)]
         return cls(
             sum(s.value for s in several) / count,
-            {code: sum(s.variances[code] for s in several) / count for code in codes},
+            {code: sum(s.variances[code] for s in several) / count for code in several[0].variances},
+            {code: sum(s.merged[code] for s in several) / count for code in merged},
         )

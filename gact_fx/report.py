@@ -190,6 +190,8 @@ def _rows(
         share_before, share_after = (first or {}).get((id(record), tensor.name), (1.0, 1.0))
         if after and share_after == 0:
             reason = f"{reason}, {_SHARED}" if reason else _SHARED
+        if entry is not None and bits is not None and how.masks:
+            reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
         if tensor.name in record.swapped:
             reason = f"{reason}, {_MOVED}" if reason else _MOVED
         yield Row(
@@ -210,6 +212,12 @@ def _rows(
             copies=round(runs * share_after),
             reason=reason,
         )
+
+
+def _use_of_mask(how: Eligibility, entry: TensorPlan) -> str:
+    if entry.merged:
+        return "its mask merged into the codes"
+    return "folded by its mask" if how.standardization is not None and how.standardization.sign else ""
 
 
 def _eager_row(index: int, tensor: EagerTensor) -> Row:

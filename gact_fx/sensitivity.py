@@ -13,6 +13,7 @@ from gact_fx.passes.measure_rounding import RoundingMeter, code_bits
 from gact_fx.passes.measure_sensitivity import measure_sensitivity
 from gact_fx.records import Sensitivity
 from gact_fx.replay import Replay
+from gact_fx.stopped_elements import StoppedElements
 from gact_fx.tape import Step
 
 log = logging.getLogger("gact_fx")
@@ -66,11 +67,13 @@ def _measure(
 def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
     replay = Replay(step.backward, step.arguments)
     nodes = {node.name: node for node in step.backward.graph.nodes}
+    find_stopped = StoppedElements(step)
+    meters = {}
     with torch.no_grad():
-        return {
-            tensor: RoundingMeter(replay.evaluate({name})[name], code_bits(nodes[name]))
-            for name, tensor in step.readings.items()
-        }
+        for name, tensor in step.readings.items():
+            values = replay.evaluate({name})[name]
+            meters[tensor] = RoundingMeter(values, code_bits(nodes[name]), find_stopped(name, values))
+    return meters
 
 
 def _cuda_devices(steps: Sequence[Step]) -> list[int]:

@@ -11,6 +11,7 @@
    (``find_masks``          the decisions backward takes from saved values, to be stored exactly;
    ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain;
    ``find_standardizations`` what batch norm reads, to be coded as it normalises it, folded by the mask behind it;
+   ``merge_masks``          the mask that codes can tell as well, if the plan says so, and the arithmetic of it;
    ``bound_indices``        the range of indices, which are packed)
 6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
    (``cut_backward``        the segments in which that is done, so that it fits in memory;

@@ -24,13 +24,14 @@ ROUNDING_ERROR = 1e-12
 @dataclass(frozen=True)
 class Choice:
     """One way to store a tensor: codes of ``bits`` bits (1-8, 16; None: kept exact), their rounding and group size,
-    the bytes it costs, and the variance it adds to the gradient."""
+    the bytes it costs, the variance it adds to the gradient, and whether the codes tell a mask as well."""
 
     bits: int | None
     rounding: str
     group_size: int
     nbytes: int
     variance: float
+    merged: bool = False
 
 
 Menu = Sequence[Choice]

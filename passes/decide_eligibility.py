@@ -15,6 +15,7 @@ from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import find_substitutes
+from gact_fx.passes.merge_masks import find_merge
 from gact_fx.records import (
     ALIAS,
     DROP,
@@ -25,7 +26,6 @@ from gact_fx.records import (
     Eligibility,
     GraphAnalysis,
     SavedTensor,
-    Standardization,
 )
 from gact_fx.symbolic import SizeBuilder, hint
 
@@ -144,6 +144,7 @@ def decide_eligibility(
         decisions.append(decision)
     decisions = [replace(how, exact_allowed=not how.masks) for how in decisions]
     decisions = _standardized(pair, decisions, read)
+    decisions = [replace(how, merges=find_merge(how, sources[how.name], slots[how.name], nodes)) for how in decisions]
     return GraphAnalysis(saved, tuple(decisions))
 
 
@@ -158,15 +159,11 @@ def _standardized(pair: GraphPair, decisions: list[Eligibility], read: frozenset
         frozenset(how.name for how in decisions if how.encoding == KEEP) & read,
     )
     return [
-        replace(how, standardization=by, reason="; ".join(filter(None, (how.reason, _words(by)))))
+        replace(how, standardization=by, reason="; ".join(filter(None, (how.reason, "standardised as by batch norm"))))
         if (by := found.get(how.name)) is not None
         else how
         for how in decisions
     ]
-
-
-def _words(by: Standardization) -> str:
-    return "standardised as by batch norm" + (", folded by its mask" if by.sign else "")
 
 
 def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, int]:

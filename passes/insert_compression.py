@@ -20,6 +20,7 @@ from gact_fx import ops, shared_codes  # noqa: F401  (register torch.ops.gact_fx
 from gact_fx.accounting import shares
 from gact_fx.aot import GraphPair, SavedValue
 from gact_fx.graph_edit import add_call, latest, restored
+from gact_fx.passes.merge_masks import fill_stopped, find_stopped, mark_stopped, without_merged
 from gact_fx.passes.standardize import resolve, standardize, unstandardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
@@ -32,6 +33,8 @@ decompress = torch.ops.gact_fx.decompress.default
 convert = torch.ops.prims.convert_element_type.default
 # Bits, group size and seed; of these only bits matters to masks and integers.
 MASK_CODEC = (1, 256, 0)
+# Of a backward node that reads a mask: the name that the mask had.
+MASK_OF = "gact_fx mask of"
 
 
 def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
@@ -88,13 +91,19 @@ class _Editor:
         crossing: fx.Node | None = None,
     ) -> None:
         """``crossing``: forward's input or result that others hold as well, of which they have the same codes."""
+        merged = self._backward[how.merges] if plan.merged else None
+        if merged is not None:
+            how = without_merged(how)
         mask = self._packed_masks(how)
         read = self._backward[how.instead] if how.instead else value.placeholder
         original = self._derive(read).meta["val"]
         source = self._derive(read)
+        is_computed = how.standardization is not None or merged is not None
         if how.standardization is not None:
             by = resolve(how.standardization, lambda name: self._derive(self._backward[name]))
             source = standardize(source, by, self._add_forward)
+        if merged is not None:
+            source = mark_stopped(source, self._derive(merged), self._add_forward)
         codec = (plan.bits, plan.group_size, plan.seed)
         if crossing is not None:
             # Where the tensor is another view of it, both lie in memory row by row.
@@ -103,13 +112,18 @@ class _Editor:
             blob = self._add_forward(compress_once, (crossing, *codec, order, plan.rounding), f"{value.name}_blob")
         else:
             dense = self._in_order(source, how.order)
-            dense = self._laid_out(dense, source) if how.standardization is not None else dense
+            dense = self._laid_out(dense, source) if is_computed else dense
             blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
         self._mask_edits.append(lambda: self._load_masks(value, how))
-        self._value_edits.append(lambda: self._load_values(value, read, original, how, (*codec, plan.rounding), views))
+        if merged is not None:
+            self._mask_edits.append(lambda: self._load_merged(merged, value, original, how, (*codec, plan.rounding)))
+        is_merged = merged is not None
+        self._value_edits.append(
+            lambda: self._load_values(value, read, original, how, (*codec, plan.rounding), views, is_merged)
+        )
 
     def save_instead(self, value: SavedValue, how: Eligibility) -> None:
         """The node that stands for the tensor, as it is: what backward would make it from may not be saved any more."""
@@ -226,6 +240,7 @@ class _Editor:
         how: Eligibility,
         codec: tuple[Any, ...],
         aliases: list[tuple[SavedValue, torch.Tensor]],
+        is_merged: bool = False,
     ) -> None:
         """Decompress in place of ``read``: the tensor's placeholder, or the node that was stored in its place."""
         slots = [read, *(alias.placeholder for alias, _ in aliases)]
@@ -237,6 +252,8 @@ class _Editor:
         with graph.inserting_before(min(users)):
             shape = [original.shape[d] for d in how.order]
             dense, values = self._load(value, shape, original.dtype, codec, how.order)
+            if is_merged:
+                values = fill_stopped(values, how, partial(add_call, graph))
             if how.standardization is not None:
                 by = resolve(how.standardization, lambda name: self._exact_masks.get(name) or self._backward[name])
                 values = unstandardize(values, by, partial(add_call, graph))
@@ -252,6 +269,22 @@ class _Editor:
         _replace(read, values, {dense, values})
         for (alias, _), node in zip(aliases, views, strict=True):
             _replace(alias.placeholder, node, set())
+
+    def _load_merged(
+        self, mask: fx.Node, value: SavedValue, original: torch.Tensor, how: Eligibility, codec: tuple[Any, ...]
+    ) -> None:
+        """The mask that the codes tell, from values of its own: it may be needed long before they are."""
+        if not mask.users:
+            return
+        graph = self._pair.backward.graph
+        with graph.inserting_before(min(mask.users)):
+            _, values = self._load(value, [original.shape[d] for d in how.order], original.dtype, codec, how.order)
+            self._give_mask(mask, find_stopped(values, partial(add_call, graph)))
+
+    def _give_mask(self, mask: fx.Node, exact: fx.Node) -> None:
+        exact.meta[MASK_OF] = mask.name
+        _replace(mask, exact, {exact})
+        self._exact_masks[mask.name] = exact
 
     def _load_masks(self, value: SavedValue, how: Eligibility) -> None:
         graph = self._pair.backward.graph
@@ -270,8 +303,7 @@ class _Editor:
             else:
                 loaded = self._load_several(value, shapes, orders)
         for mask, exact in zip(masks, loaded, strict=True):
-            _replace(mask, exact, {exact})
-            self._exact_masks[mask.name] = exact
+            self._give_mask(mask, exact)
 
     def _load_several(
         self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]

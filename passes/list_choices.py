@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gact_fx.codec_layout import BFLOAT16_BITS, blob_nbytes
 from gact_fx.passes.allocate_bits import Choice, Menu
 from gact_fx.passes.measure_rounding import WIDTHS, step_variance
+from gact_fx.passes.merge_masks import is_lossless
 from gact_fx.records import Code, Eligibility, SavedTensor, Sensitivity
 
 # Least sensitivity per element, relative to the median. What moves little when it is measured, most of all at
@@ -51,10 +52,27 @@ def _menu(item: Item, mean: float, floor: float, roundings: Sequence[str], group
                 variance = _variance(code, measured, per_element * tensor.numel)
                 nbytes = int(blob_nbytes(tensor.numel, tensor.dtype, bits, size, how.mask_numel))
                 choices.append(Choice(bits, rounding, size, nbytes, variance))
+                merged = _merged_variance(code, how, measured, per_element * tensor.numel)
+                if merged is not None:
+                    nbytes = int(blob_nbytes(tensor.numel, tensor.dtype, bits, size, how.mask_numel - tensor.numel))
+                    choices.append(Choice(bits, rounding, size, nbytes, merged, merged=True))
     if how.exact_allowed:
         nbytes = tensor.nbytes if how.instead else tensor.storage_nbytes
         choices.append(Choice(None, "stochastic", EXACT_GROUP, nbytes, 0.0))
     return choices
+
+
+def _merged_variance(code: Code, how: Eligibility, measured: Sensitivity | None, sensitivity: float) -> float | None:
+    """As `_variance`, for codes that tell a mask as well; None where they cannot, or what they do is not known."""
+    bits, rounding, size = code
+    if not how.merges or not 2 <= bits <= WIDTHS[-1]:
+        return None
+    kind = "dither" if rounding == "dither" else "stochastic"
+    if measured is not None and measured.value > 0 and (bits, kind, size) in measured.merged:
+        return measured.merged[bits, kind, size] * max(sensitivity / measured.value, 1.0)
+    if not is_lossless(how):
+        return None
+    return sensitivity * step_variance(bits, merged=True) * (0.5 if rounding == "dither" else 1.0)
 
 
 def _variance(code: Code, measured: Sensitivity | None, sensitivity: float) -> float:

@@ -9,12 +9,14 @@ depends on p is evaluated on blocks of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from gact_fx.codec_layout import BFLOAT16_BITS
+from gact_fx.passes.merge_masks import Stopped
 from gact_fx.records import Code, Sensitivity
 
 WIDTHS = tuple(range(1, 9))
@@ -22,15 +24,20 @@ WIDTHS = tuple(range(1, 9))
 REFERENCE: Code = (4, "stochastic", 256)
 # Positions between codes are resolved by values that were stored in this many bits more, or exactly.
 MARGIN = 2
+# What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
+BIAS_WEIGHT = 10.0
 FINEST = 6
 _CELL = 32
 _BLOCK = 1024
 _MAX_BLOCKS = 32
 
 
-def step_variance(bits: int) -> float:
-    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4)."""
-    levels: int = 2**bits - 1
+def step_variance(bits: int, *, merged: bool = False) -> float:
+    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
+
+    With ``merged``, one of the codes is for what a mask stops.
+    """
+    levels: int = 2**bits - 1 - merged
     return 1.0 / levels**2
 
 
@@ -48,88 +55,156 @@ class RoundingMeter:
 
     ``values`` are the tensor's values in memory order, whose groups are those of the codes. ``bits`` is the width of
     the codes that they were read from, None where they are exact: between finer codes their positions say nothing.
+    ``stopped``: what a mask that the codes could tell stops.
     """
 
-    def __init__(self, values: torch.Tensor, bits: int | None = None) -> None:
+    def __init__(self, values: torch.Tensor, bits: int | None = None, stopped: Stopped | None = None) -> None:
         self._finest = FINEST if bits is None else max(min(bits - MARGIN, FINEST), 0)
         flat = values.detach().reshape(-1).float()
-        self._numel = flat.numel()
-        whole = _padded(flat, flat[-1]).view(-1, _CELL)
-        self._low, self._high = whole.amin(1), whole.amax(1)
-        self._weights = torch.zeros_like(self._low)
-        blocks = whole.view(-1, _BLOCK)
-        count = min(len(blocks), _MAX_BLOCKS)
-        self._sampled = torch.linspace(0, len(blocks) - 1, count, device=flat.device).long()
-        self._block_values = blocks[self._sampled]
-        self._block_weights = torch.zeros_like(self._block_values)
+        self._all = _Weighed(flat)
+        self._passed = None if stopped is None else _Weighed(flat, stopped.mask.reshape(-1))
+        self._is_lossless = stopped is not None and stopped.error is None
+        self._bias = 0.0
         self._count = 0
 
-    def add(self, sensitivity: torch.Tensor) -> None:
-        """Add one probe's derivative of the gradient with respect to the values, in the same order."""
-        squares = _padded(sensitivity.detach().reshape(-1).float().square(), torch.zeros((), device=self._low.device))
-        self._weights += squares.view(-1, _CELL).sum(1)
-        self._block_weights += squares.view(-1, _BLOCK)[self._sampled]
+    def add(self, sensitivity: torch.Tensor, stopped: Stopped | None = None) -> None:
+        """Add one probe's derivative of the gradient with respect to the values, in the same order.
+
+        ``stopped`` is what the meter was made with.
+        """
+        squares = sensitivity.detach().reshape(-1).float().square()
+        self._all.add(squares)
+        if self._passed is not None:
+            self._passed.add(squares)
+        if stopped is not None and stopped.error is not None:
+            moved = sensitivity.detach().reshape(stopped.error.shape) * stopped.error
+            # The probe's signs are independent from channel to channel, but the errors within one belong together.
+            channels = moved.sum([d for d in range(moved.dim()) if d != stopped.channel])
+            self._bias += float(channels.double().square().sum())
         self._count += 1
 
     def divide(self, holders: int) -> None:
         """Take for this tensor one of ``holders`` equal parts of what was added."""
-        self._weights /= holders
-        self._block_weights /= holders
+        for weighed in self._each():
+            weighed.scale(1 / holders)
+        self._bias /= holders
 
     def weigh_equally(self) -> None:
         """Forget the sensitivities; every element counts alike."""
-        self._weights.fill_(_CELL)
-        self._block_weights.fill_(1.0)
-        self._count = 1
+        for weighed in self._each():
+            weighed.weigh_equally()
+        self._bias, self._count = math.inf, 1
+
+    def _each(self) -> list[_Weighed]:
+        return [weighed for weighed in (self._all, self._passed) if weighed is not None]
 
     def result(self, group_sizes: Sequence[int], value: float | None = None) -> Sensitivity:
         """What codes of every width, rounding and group size add.
 
         ``value``: c_l where it is known from elsewhere; the rest is then scaled to it.
         """
-        variances: dict[Code, float] = {}
-        bfloat16 = self._bfloat16()
-        for size in sorted({*group_sizes, REFERENCE[2]}):
-            whole, sampled, stochastic = self._spread(size)
-            for bits in WIDTHS:
-                is_known = sampled > 0 and self._finest > 0
-                # A sixth is the mean of p (1 - p) over positions.
-                share = stochastic[min(bits, self._finest) - 1] / sampled if is_known else 1 / 6
-                variances[bits, "stochastic", size] = whole * share * step_variance(bits)
-                variances[bits, "dither", size] = whole / 12 * step_variance(bits)
-            # Groups do not matter there, but a choice has one.
-            variances[BFLOAT16_BITS, "stochastic", size] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
-        found = variances[REFERENCE] / step_variance(REFERENCE[0])
-        if value is not None and found > 0:
-            variances = {code: variance * value / found for code, variance in variances.items()}
-        return Sensitivity(found if value is None else value, variances)
+        sizes = sorted({*group_sizes, REFERENCE[2]})
+        variances = self._all.variances(sizes, self._finest, self._count)
+        merged: dict[Code, float] = {}
+        bias = self._squared_bias()
+        if self._passed is not None and bias is not None:
+            found = self._passed.variances(sizes, self._finest, self._count, merged=True)
+            merged = {code: variance + BIAS_WEIGHT * bias for code, variance in found.items()}
+        found_value = variances[REFERENCE] / step_variance(REFERENCE[0])
+        if value is not None and found_value > 0:
+            factor = value / found_value
+            variances = {code: factor * variance for code, variance in variances.items()}
+            merged = {code: factor * variance for code, variance in merged.items()}
+        return Sensitivity(found_value if value is None else value, variances, merged)
 
-    def _spread(self, size: int) -> tuple[float, float, list[float]]:
+    def _squared_bias(self) -> float | None:
+        """Of the gradient, from what merging a mask loses; None where it is not known."""
+        if self._is_lossless:
+            return 0.0
+        return self._bias / self._count if self._count and math.isfinite(self._bias) else None
+
+
+class _Weighed:
+    """Ranges of a tensor's cells and the weights of its elements: of all, or of those that a mask does not stop."""
+
+    def __init__(self, flat: torch.Tensor, stopped: torch.Tensor | None = None) -> None:
+        whole = _padded(flat, flat[-1]).view(-1, _CELL)
+        self._passes = None
+        low = high = whole
+        if stopped is not None:
+            out = _padded(stopped, torch.ones((), dtype=torch.bool, device=flat.device)).view(-1, _CELL)
+            low, high = whole.masked_fill(out, math.inf), whole.masked_fill(out, -math.inf)
+            self._passes = ~out
+        self._low, self._high = low.amin(1), high.amax(1)
+        self._weights = torch.zeros_like(self._low)
+        blocks = whole.view(-1, _BLOCK)
+        count = min(len(blocks), _MAX_BLOCKS)
+        self._sampled = torch.linspace(0, len(blocks) - 1, count, device=flat.device).long()
+        self._block_values = blocks[self._sampled]
+        self._block_lows, self._block_highs = (x.view(-1, _BLOCK)[self._sampled] for x in (low, high))
+        self._block_weights = torch.zeros_like(self._block_values)
+
+    def add(self, squares: torch.Tensor) -> None:
+        cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
+        if self._passes is not None:
+            cells = cells * self._passes
+        self._weights += cells.sum(1)
+        self._block_weights += cells.view(-1, _BLOCK)[self._sampled]
+
+    def scale(self, factor: float) -> None:
+        self._weights *= factor
+        self._block_weights *= factor
+
+    def weigh_equally(self) -> None:
+        self._weights.zero_()
+        self._block_weights.zero_()
+        self.add(torch.ones(self._weights.numel() * _CELL, device=self._weights.device))
+
+    def variances(self, sizes: Sequence[int], finest: int, probes: int, *, merged: bool = False) -> dict[Code, float]:
+        """What codes of every width, rounding and size of groups add; ``merged``: one of the codes is for a mask."""
+        found: dict[Code, float] = {}
+        bfloat16 = self._bfloat16(probes)
+        for size in sizes:
+            whole, sampled, stochastic = self._spread(size, finest, probes, merged)
+            for bits in WIDTHS[merged:]:
+                is_known = sampled > 0 and finest > merged
+                # A sixth is the mean of p (1 - p) over positions.
+                share = stochastic[min(bits, finest)] / sampled if is_known else 1 / 6
+                variance = whole * step_variance(bits, merged=merged)
+                found[bits, "stochastic", size] = variance * share
+                found[bits, "dither", size] = variance / 12
+            if not merged:
+                # Groups do not matter there, but a choice has one.
+                found[BFLOAT16_BITS, "stochastic", size] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
+        return found
+
+    def _spread(self, size: int, finest: int, probes: int, merged: bool) -> tuple[float, float, dict[int, float]]:
         """Sums of weight times squared range over the tensor and over the blocks, and of weight times squared range
         times ``p (1 - p)`` over the blocks for every width up to the finest that the values resolve.
         """
         cells = size // _CELL
-        ranges = self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)
+        # Where a mask stops all, there is no range.
+        ranges = (self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)).clamp(min=0)
         weights = self._weights.view(-1, cells).sum(1)
-        whole = float((weights.double() * ranges.double().square()).sum()) / max(self._count, 1)
+        whole = float((weights.double() * ranges.double().square()).sum()) / max(probes, 1)
         values, inner = self._block_values.view(-1, size), self._block_weights.view(-1, size)
-        low = values.amin(1, keepdim=True)
-        span = values.amax(1, keepdim=True) - low
-        scaled = inner * span.square() / max(self._count, 1)
+        low = self._block_lows.view(-1, size).amin(1, keepdim=True)
+        span = (self._block_highs.view(-1, size).amax(1, keepdim=True) - low).clamp(min=0)
+        scaled = inner * span.square() / max(probes, 1)
         position = torch.where(span > 0, (values - low) / span, 0)
-        stochastic = []
-        for bits in range(1, self._finest + 1):
-            p = (position * (2**bits - 1)).frac()
-            stochastic.append(float(torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(dtype=torch.float64)))
+        stochastic = {}
+        for bits in range(1 + merged, finest + 1):
+            p = (position * (2**bits - 1 - merged)).frac()
+            stochastic[bits] = float(torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(dtype=torch.float64))
         return whole, float(scaled.sum(dtype=torch.float64)), stochastic
 
-    def _bfloat16(self) -> float:
+    def _bfloat16(self, probes: int) -> float:
         """Values between two bfloat16 numbers: a sixth of their squared distance, in the mean over positions."""
         spacing = torch.frexp(self._block_values)
         distance = torch.ldexp(torch.ones_like(spacing.mantissa), spacing.exponent - 8)
         distance = torch.where(self._block_values == 0, 0, distance)
         weighted = self._block_weights.double() * distance.double().square()
-        return float(weighted.sum()) / 6 / max(self._count, 1)
+        return float(weighted.sum()) / 6 / max(probes, 1)
 
 
 def _padded(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

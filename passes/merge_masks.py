@@ -1,0 +1,129 @@
+"""Merge a ReLU's mask into the codes of the values behind it: what the ReLU stops is NaN, which has a code of its own.
+
+Of a group with NaN the codec spends one code on it, and the range that the other codes divide is that of the elements
+that pass. A mask beside codes of as many bits costs one bit more, and the elements that it stops spread the range.
+
+Of a ReLU's result nothing is lost: what is stopped is 0. Of what a batch norm reads in front of the ReLU, the stopped
+elements come back as their mean in the channel, which follows from the others, since all standardised values of a
+channel sum to zero. Backward multiplies them with nothing but the mean of ``dy xhat``. That error is not random, and
+`measure_rounding` measures what it moves the gradient by, for `allocate_bits` to weigh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.records import QUANTIZE, Eligibility
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+# (target, args, name) -> a new call
+Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The elements of a saved tensor that a ReLU stops, in the order of its codes.
+
+    ``error``: what they are decoded to less what they are, None where nothing is lost. ``channel``: its dimension.
+    """
+
+    mask: torch.Tensor
+    error: torch.Tensor | None
+    channel: int = 1
+
+
+def find_merge(how: Eligibility, source: fx.Node, slot: fx.Node, backward: Mapping[str, fx.Node]) -> str:
+    """The mask of ``how`` that its codes can tell, true where a ReLU stops the values; '' where there is none.
+
+    ``source`` and ``slot`` are the saved tensor in forward and in backward.
+    """
+    # The steps of groups with NaN have 4 bits of mantissa, but float64's a single one.
+    if how.encoding != QUANTIZE or not how.values or source.meta["val"].dtype == torch.float64:
+        return ""
+    if how.standardization is not None:
+        sign = how.standardization.sign
+        return sign if sign and _is_relu(backward[sign]) else ""
+    if how.instead or source.target is not aten.relu.default:
+        return ""
+    return next((mask for mask in how.masks if _is_relu(backward[mask]) and _compared(backward[mask]) is slot), "")
+
+
+def _is_relu(mask: fx.Node) -> bool:
+    """``x <= 0``: what relu's derivative asks, and `expose_decisions` writes."""
+    return mask.target is aten.le.Scalar and mask.args[1:] == (0,)
+
+
+def _compared(mask: fx.Node) -> fx.Node:
+    """What ``mask`` compares, behind what only gives it another name."""
+    node = mask.all_input_nodes[0]
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_lossless(how: Eligibility) -> bool:
+    """Whether what the mask stops is 0."""
+    return how.standardization is None
+
+
+def without_merged(how: Eligibility) -> Eligibility:
+    """``how`` without the mask that is merged, by which nothing need be folded either."""
+    by = how.standardization
+    masks = tuple(mask for mask in how.masks if mask != how.merges)
+    return replace(how, masks=masks, standardization=None if by is None else replace(by, sign=""))
+
+
+def mark_stopped(values: fx.Node, mask: fx.Node, add: Add) -> fx.Node:
+    """``values`` with NaN where ``mask`` is true."""
+    nan = _number(float("nan"), values, add)
+    return add(aten.where.self, (mask, nan, values), f"{values.name}_marked")
+
+
+def find_stopped(values: fx.Node, add: Add) -> fx.Node:
+    """The mask, from values that `mark_stopped` marked."""
+    return add(aten.isnan.default, (values,), f"{values.name}_stopped")
+
+
+def fill_stopped(values: fx.Node, how: Eligibility, add: Add) -> fx.Node:
+    """``values`` with the marked elements as they are decoded: 0, or their mean in the channel."""
+    name = values.name
+    stopped = find_stopped(values, add)
+    passed = add(aten.where.self, (stopped, _number(0.0, values, add), values), f"{name}_passed")
+    if is_lossless(how):
+        return passed
+    value = values.meta["val"]
+    dims = [d for d in range(value.dim()) if d != 1]
+    total = add(aten.sum.dim_IntList, (passed, dims, True), f"{name}_total")
+    ones = add(convert, (stopped, value.dtype), f"{name}_ones")
+    count = add(aten.sum.dim_IntList, (ones, dims, True), f"{name}_count")
+    # All values of a channel sum to zero.
+    rest = add(aten.neg.default, (total,), f"{name}_rest")
+    mean = add(aten.div.Tensor, (rest, count), f"{name}_mean")
+    return add(aten.where.self, (stopped, mean, values), f"{name}_filled")
+
+
+def measure_stopped(values: torch.Tensor, mask: torch.Tensor, how: Eligibility) -> Stopped:
+    """``mask``, and what `fill_stopped` would change; ``values`` are those of the codes, ``mask`` is laid out alike."""
+    if is_lossless(how):
+        return Stopped(mask, None)
+    channel = how.order.index(1)
+    dims = [d for d in range(values.dim()) if d != channel]
+    zero = torch.zeros((), dtype=values.dtype, device=values.device)
+    mean = torch.where(mask, values, zero).sum(dims, keepdim=True) / mask.sum(dims, keepdim=True)
+    return Stopped(mask, torch.where(mask, mean - values, zero), channel)
+
+
+def _number(number: float, like: fx.Node, add: Add) -> fx.Node:
+    value = like.meta["val"]
+    graph = like.graph
+    with graph.inserting_before(like):
+        node = graph.call_function(aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device})
+    with value.fake_mode:
+        node.meta["val"] = aten.full.default([], number, dtype=value.dtype, device=value.device)
+    return node
