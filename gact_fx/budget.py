@@ -155,8 +155,9 @@ def _menu(share: _Share, menus: Sequence[Menu]) -> Menu:
     options = [{(c.bits, c.rounding, c.group_size, c.merged): c for c in menu} for menu in menus]
     common = [code for code in options[0] if all(code in others for others in options)]
     if share.crossing is not None:
+        # Beside what a graph keeps exact, eager PyTorch would store codes, too.
         least = share.crossing.min_bits
-        common = [code for code in common if code[0] is None or code[0] >= least] or common
+        common = [code for code in common if least == 1 or (code[0] is not None and code[0] >= least)] or common
     return [
         replace(
             options[0][code],

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gact_fx.autograd_nodes import Treatment, Use
 from gact_fx.graph_holdings import GraphHoldings
 from gact_fx.saved_tensors import Packed
-from gact_fx.shared_codes import Identity, SharedCodes, Storages
+from gact_fx.shared_codes import Activation, SharedCodes, Storages
 
 # What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
 _COPIES = (
@@ -28,8 +28,8 @@ class EagerTensor:
     """One tensor that eager PyTorch saved in the latest step of training.
 
     ``bits`` is None where it is kept exact, ``rounding`` and ``group_size`` where its code is. Bytes count each storage
-    and code once, and none that a graph holds as well. ``identity`` tells the tensor from others of its forward pass,
-    ``is_shared`` that its codes are a graph's.
+    and code once, and none that a graph holds as well. ``activation`` tells the tensor from others, ``is_shared`` that
+    its codes are a graph's.
     """
 
     use: Use | None
@@ -40,7 +40,7 @@ class EagerTensor:
     group_size: int | None
     bytes_before: int
     bytes_after: int
-    identity: Identity | None
+    activation: Activation | None
     is_shared: bool
 
 
@@ -66,11 +66,14 @@ class Held:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.version = tensor._version
-        # What tells the tensor from others, and the number of its storage.
-        self.identity: Identity | None = None
-        self.storage = -1
+        self.activation: Activation | None = None
         # Whether its codes are those of a graph that saved it, too.
         self.is_shared = False
+
+    @property
+    def storage(self) -> int:
+        """The number of its storage."""
+        return self.activation[1] if self.activation is not None else -1
 
     def is_modified(self) -> bool:
         """Whether the tensor was written to after it was saved."""
@@ -95,12 +98,14 @@ class Held:
 
 
 class ForwardPass:
-    """One forward pass: its outermost frame, by its id, and what was saved in it.
+    """One forward pass, which has a number: its outermost frame, by its id, and what was saved in it.
 
     The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
     """
 
-    def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]], number: int
+    ) -> None:
         self.frame = frame
         self.inputs = inputs
         self.reads = Reads()
@@ -108,7 +113,7 @@ class ForwardPass:
         self.storages = Storages()
         self.saved: list[Held] = []
         self.codes: dict[Hashable, tuple[StorageWeakRef, weakref.ref[Packed]]] = {}
-        self.shared = SharedCodes(self.storages)
+        self.shared = SharedCodes(self.storages, number)
         self.graphs = GraphHoldings(self.storages)
         self.runs_plan = False
         # Storages of what graphs made without a gradient, and of what graphs with a backward pass read.
@@ -159,7 +164,7 @@ class ForwardPass:
             else:
                 taken = self.storages.sizes[storage] if is_new else 0
             how = use, held.shape, held.dtype, bits, rounding, group_size
-            yield EagerTensor(*how, nbytes, taken, held.identity, held.is_shared)
+            yield EagerTensor(*how, nbytes, taken, held.activation, held.is_shared)
 
 
 def producer_of(x: torch.Tensor) -> str:

@@ -29,7 +29,7 @@ from gact_fx.graph_holdings import GraphHoldings, Slot
 from gact_fx.plan import slot_seed
 from gact_fx.saved_tensor_hooks import hooks_are_forbidden, top_hooks
 from gact_fx.saved_tensors import Packed, is_expanded, is_plain, pack_in, scale_of_mask
-from gact_fx.shared_codes import Identity, identity
+from gact_fx.shared_codes import Activation, identity
 
 log = logging.getLogger("gact_fx")
 # Forward passes without a backward pass that are counted as one step: validation with gradients has no end.
@@ -61,6 +61,7 @@ class EagerRegions:
         # Keeps alive the code objects whose addresses are part of places.
         self._code_objects: dict[int, CodeType] = {}
         self._call: ForwardPass | None = None
+        self._begun = 0
         self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
@@ -86,7 +87,8 @@ class EagerRegions:
             if top_hooks() or hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
+            self._begun += 1
+            self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned, self._begun)
             try:
                 with self._hooks, current.shared.active():
                     result = compiled(*args, **kwargs)
@@ -120,10 +122,10 @@ class EagerRegions:
         return _saved_in(self._planned_passes or self._passes)
 
     @property
-    def codes(self) -> frozenset[Identity]:
+    def codes(self) -> frozenset[Activation]:
         """What of the latest step is stored in codes that may be those of a graph."""
         coded = (t for t in self.latest if t.use is not None and t.use.treatment is Treatment.CODE)
-        return frozenset(t.identity for t in coded if t.identity is not None)
+        return frozenset(t.activation for t in coded if t.activation is not None)
 
     def holdings(self) -> GraphHoldings | None:
         """What the graphs of the present forward pass, which runs a plan, hold."""
@@ -175,7 +177,7 @@ class EagerRegions:
             return held
         if call.is_owned(x):
             return held
-        held.reads, held.identity, held.storage = call.reads, identity(x), call.storages.number(x)
+        held.reads, held.activation = call.reads, (call.shared.number, call.storages.number(x), identity(x))
         call.saved.append(held)
         if x.dtype in (*SOURCE_DTYPES, torch.bool) and x.numel() >= self._min_elements:
             held.place = self._place(x, call)
@@ -227,7 +229,7 @@ class EagerRegions:
         if use.node == "MulBackward0" and not held.requires_grad:
             held.scale = scale_of_mask(x)
         is_mask = held.scale is not None
-        key = (use.treatment, is_mask, x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        key = (use.treatment, is_mask, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg(), x._version)
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:
@@ -246,8 +248,9 @@ class EagerRegions:
 
     def _use_shared(self, held: Held, call: ForwardPass) -> bool:
         """Put the codes of a graph that saved the same tensor in its place, if they are as fine as those of here."""
-        if held.treatment is Treatment.CODE and held.identity is not None:
-            code = call.shared.find(held.storage, held.identity, held.shape, self._bits)
+        if held.treatment is Treatment.CODE and held.activation is not None:
+            _, storage, what = held.activation
+            code = call.shared.find(storage, what, held.shape, self._bits)
             if code is not None:
                 held.value, held.is_shared = code, True
         return held.is_shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gact_fx.inner import Compiled, boxed
 from gact_fx.plan import GraphPlan
 from gact_fx.records import KEEP, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 from gact_fx.saved_tensors import is_plain
-from gact_fx.shared_codes import Identity, Storages, identity
+from gact_fx.shared_codes import Identity, Order, Storages, identity, order_key
 
 # A graph, and the slot of a tensor that it saves.
 Slot = tuple[int, str]
@@ -29,15 +29,15 @@ class GraphHoldings:
         self.storages: set[int] = set()
         self.exact: set[int] = set()
         self._numbers = storages
-        self._codes: set[tuple[int, Identity]] = set()
+        self._codes: set[tuple[int, Identity, Order]] = set()
         self._runs: Counter[Slot] = Counter()
         self._first_before: Counter[Slot] = Counter()
         self._first_after: Counter[Slot] = Counter()
 
-    def add(self, slot: Slot, x: torch.Tensor, *, in_shared_codes: bool, is_exact: bool) -> None:
-        """``slot`` holds ``x``."""
+    def add(self, slot: Slot, x: torch.Tensor, order: Sequence[int], *, in_shared_codes: bool, is_exact: bool) -> None:
+        """``slot`` holds ``x``, or codes of it in that order of dimensions."""
         storage = self._numbers.number(x)
-        code = storage, identity(x)
+        code = storage, identity(x), order_key(order, x.shape)
         is_held = storage in self.exact if is_exact else in_shared_codes and code in self._codes
         self._runs[slot] += 1
         self._first_before[slot] += storage not in self.storages
@@ -74,7 +74,7 @@ def noting_holdings(
         return tensor.key in entries and shares(tensor, how, entries[tensor.key])
 
     crossing = [
-        (tensor.boundary, (graph, tensor.name), in_shared_codes(tensor, how), is_exact(tensor, how))
+        (tensor.boundary, (graph, tensor.name), how.order, in_shared_codes(tensor, how), is_exact(tensor, how))
         for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True)
         if tensor.boundary is not None
     ]
@@ -86,10 +86,10 @@ def noting_holdings(
         # The list is emptied.
         inputs = {b.position: arguments[b.position] for b, *_ in crossing if b.is_input}
         outputs = run(arguments)
-        for boundary, slot, has_shared_codes, stays in crossing:
+        for boundary, slot, order, has_shared_codes, stays in crossing:
             x = inputs[boundary.position] if boundary.is_input else outputs[boundary.position]
             if is_plain(x):
-                holdings.add(slot, x, in_shared_codes=has_shared_codes, is_exact=stays)
+                holdings.add(slot, x, order, in_shared_codes=has_shared_codes, is_exact=stays)
         return outputs
 
     return boxed(call)

@@ -29,7 +29,7 @@ from gact_fx.recorder import LeafGradients
 from gact_fx.records import GraphAnalysis
 from gact_fx.run_counts import RunCounts
 from gact_fx.sensitivity import measure_step
-from gact_fx.shared_codes import Identity
+from gact_fx.shared_codes import Activation, Identity
 from gact_fx.tape import Step
 
 log = logging.getLogger("gact_fx")
@@ -81,7 +81,7 @@ class Session:
         self._last_gradients: LeafGradients = {}
         self._steps_waited = 0
         self._failures = 0
-        self._in_graphs: frozenset[Identity] = frozenset()
+        self._in_graphs: frozenset[Activation] = frozenset()
         self.has_failed = False
         # Whether what runs now counts as a step of training, and what is to be done with a step that was measured.
         self.in_step = True
@@ -119,6 +119,7 @@ class Session:
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         shared: list[dict[str, Identity]] = []
+        held: set[Activation] = set()
         # Where there is no forward pass of a model, nobody knows what earlier graphs have stored.
         if self.config.shares_codes and self.eager_regions is not None:
             eager = self.eager_regions.codes
@@ -126,9 +127,12 @@ class Session:
             for profile, step in zip(profiles, steps, strict=True):
                 profile.crossings = found.get(graph_fingerprint(profile.analysis.saved), {})
                 names = {t.name for t in step.analysis.saved if t.key in profile.crossings}
-                shared.append({name: what for name, what in step.crossing.items() if name in names})
+                crossing = {name: what for name, what in step.crossing.items() if name in names}
+                held.update(crossing.values())
+                # In several forward passes an activation is stored several times, always with the same error.
+                shared.append({name: what for name, (_, _, what) in crossing.items()})
             # What eager PyTorch holds of these will be codes of graphs.
-            self._in_graphs = eager.intersection(what for of in shared for what in of.values())
+            self._in_graphs = eager & held
         if not self.config.adaptive:
             return True
         self.announce(sum(len(step.analysis.quantized()) for step in steps))
@@ -201,7 +205,7 @@ class Session:
     def eager_nbytes(self) -> int:
         """What eager regions held for backward in the latest step, in bytes, but for what will be codes of graphs."""
         held = self.eager_regions.latest if self.eager_regions is not None else ()
-        return sum(tensor.bytes_after for tensor in held if tensor.identity not in self._in_graphs)
+        return sum(tensor.bytes_after for tensor in held if tensor.activation not in self._in_graphs)
 
     def make_plan(self, eager_nbytes: int | None = None) -> Plan:
         """Allocate bits over all profiled graphs together, and run the plan from now on.

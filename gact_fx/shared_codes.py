@@ -15,21 +15,37 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from gact_fx.saved_tensors import Packed
+from gact_fx.saved_tensors import Packed, is_plain
 
-# Address, dtype, shape, strides, and version: an operator in place changes the last of these alone. Of what lies in
-# memory row by row, every view that does has the same codes, and so the same identity.
-Identity = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
-# Bits, group size, seed, rounding, and the order of dimensions in memory, () where it is their own. Graphs may disagree
-# about it, since Inductor chooses layouts.
-_Codec = tuple[int, int, int, str, tuple[int, ...]]
+# Address, dtype, shape, strides, whether signs are turned (the imaginary part of a conjugate), and version: an operator
+# in place changes the last of these alone. Of what lies in memory row by row, every view that does has the same codes,
+# and so the same identity.
+Identity = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
+# The numbers of the forward pass and of the storage in it, and what it is in there.
+Activation = tuple[int, int, Identity]
+# The order of dimensions in memory, and the shape that they are of; () where the order is their own.
+Order = tuple[tuple[int, ...], ...]
+# Bits, group size, seed, rounding and order. Graphs may disagree about that, since Inductor chooses layouts.
+_Codec = tuple[int, int, int, str, Order]
 
 
 def identity(x: torch.Tensor) -> Identity:
     """What tells ``x`` from other tensors while its memory is held, but for writes that autograd does not see either
     (``x.data``, NumPy)."""
     shape, stride = ((x.numel(),), (1,)) if x.is_contiguous() else (tuple(x.shape), x.stride())
-    return x.data_ptr(), x.dtype, shape, stride, x._version
+    return x.data_ptr(), x.dtype, shape, stride, x.is_neg(), x._version
+
+
+def activation(x: torch.Tensor) -> Activation:
+    """What tells ``x`` from all that forward passes hold: in the next one, its address may be another tensor's."""
+    shared = _active.get()
+    number = (shared.number, shared.storages.number(x)) if shared is not None and is_plain(x) else (-1, -1)
+    return *number, identity(x)
+
+
+def order_key(order: Sequence[int], shape: Sequence[int]) -> Order:
+    """What tells codes in that order of dimensions from others of the same tensor, or of a view of another shape."""
+    return () if list(order) == sorted(order) else (tuple(order), tuple(shape))
 
 
 class Storages:
@@ -53,11 +69,13 @@ class Storages:
 class SharedCodes:
     """The codes of one forward pass, by the tensors that they are of: the numbers of their storages, and identities.
 
-    Neither tensors nor codes are held, which are there for as long as somebody has saved them for backward.
+    Neither tensors nor codes are held, which are there for as long as somebody has saved them for backward. ``number``
+    is that of the forward pass.
     """
 
-    def __init__(self, storages: Storages) -> None:
-        self._storages = storages
+    def __init__(self, storages: Storages, number: int = 0) -> None:
+        self.storages = storages
+        self.number = number
         self._blobs: dict[tuple[int, Identity], dict[_Codec, TensorWeakRef]] = {}
 
     @contextlib.contextmanager
@@ -81,16 +99,16 @@ class SharedCodes:
     def find(self, storage: int, what: Identity, shape: torch.Size, bits: int) -> Packed | None:
         """The tensor of that ``shape`` in codes of ``bits`` bits or more, None where there are none."""
         for codec, reference in self._blobs.get((storage, what), {}).items():
-            width, group_size, seed, rounding, order = codec
-            blob = reference() if width >= bits else None
+            width, group_size, seed, rounding, ordered = codec
+            order, of_shape = ordered or (tuple(range(len(shape))), tuple(shape))
+            blob = reference() if width >= bits and of_shape == tuple(shape) else None
             if blob is not None:
-                order = order or tuple(range(len(shape)))
                 dense = torch.Size(shape[d] for d in order)
                 return Packed(blob, dense, what[1], order, width, seed, rounding, group_size)
         return None
 
     def _of(self, x: torch.Tensor) -> dict[_Codec, TensorWeakRef]:
-        return self._blobs.setdefault((self._storages.number(x), identity(x)), {})
+        return self._blobs.setdefault((self.storages.number(x), identity(x)), {})
 
 
 _active: ContextVar[SharedCodes | None] = ContextVar("gact_fx.shared_codes", default=None)
@@ -100,7 +118,7 @@ def _compress_once(
     x: torch.Tensor, bits: int, group_size: int, seed: int, order: Sequence[int], rounding: str
 ) -> torch.Tensor:
     shared = _active.get()
-    codec = bits, group_size, seed, rounding, () if list(order) == sorted(order) else tuple(order)
+    codec = bits, group_size, seed, rounding, order_key(order, x.shape)
     found = shared.get(x, codec) if shared is not None else None
     if found is not None:
         return found

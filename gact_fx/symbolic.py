@@ -29,6 +29,11 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return bool(sympy.expand(left - right) == 0)
 
 
+def have_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape whatever the batch."""
+    return a.dim() == b.dim() and all(is_same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
 class SizeBuilder:
     """Builds FX values for symbolic sizes out of the integer placeholders of a graph.
 

@@ -12,7 +12,7 @@ from torch import fx
 from gact_fx.aot import GraphPair
 from gact_fx.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.records import GraphAnalysis
-from gact_fx.shared_codes import Identity, identity
+from gact_fx.shared_codes import Activation, Identity, activation, identity
 
 # The index of a step, and the name of one of its tensors or tangents.
 Place = tuple[int, str]
@@ -37,7 +37,7 @@ class Step:
     arguments: Sequence[Any]
     flows: Mapping[int, Place] = field(default_factory=dict)
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
-    crossing: Mapping[str, Identity] = field(default_factory=dict)
+    crossing: Mapping[str, Activation] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
 
     def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
@@ -93,25 +93,25 @@ def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[An
 class _Call:
     """One forward call; the tensors are held so that no other tensor can take their addresses.
 
-    ``made`` identifies the outputs, and ``got`` the activations among the inputs, as they were in this call.
-    ``sources`` says of these activations which call made them, and as which of its outputs, or what eager PyTorch
-    computed them by; None where that is not known.
+    ``made`` identifies the outputs as they were in this call; ``held``, by position, the activations among the inputs
+    (True) and the outputs, among all that forward passes hold. ``sources`` says of these activations which call made
+    them, and as which of its outputs, or what eager PyTorch computed them by; None where that is not known.
     """
 
     graph: int
     inputs: list[Any]
     outputs: list[Any]
     made: dict[int, Identity]
-    got: dict[int, Identity]
+    held: dict[tuple[bool, int], Activation]
     sources: dict[int, tuple[_Call, int] | EagerVJP | None]
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
 
-    def crossing(self, analysis: GraphAnalysis) -> dict[str, Identity]:
+    def crossing(self, analysis: GraphAnalysis) -> dict[str, Activation]:
         """See `Step`."""
         found = {}
         for tensor in analysis.saved:
             if tensor.boundary is not None:
-                at = (self.got if tensor.boundary.is_input else self.made).get(tensor.boundary.position)
+                at = self.held.get((tensor.boundary.is_input, tensor.boundary.position))
                 if at is not None:
                     found[tensor.name] = at
         return found
@@ -136,8 +136,9 @@ class Tape:
         activations = {i: x for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
         sources = self._sources(activations)
         made = {i: identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
-        got = {i: identity(x) for i, x in activations.items()}
-        self._calls.append(_Call(graph, list(inputs), list(outputs), made, got, sources))
+        held = {(True, i): activation(x) for i, x in activations.items()}
+        held |= {(False, i): activation(outputs[i]) for i in made}
+        self._calls.append(_Call(graph, list(inputs), list(outputs), made, held, sources))
 
     def _sources(self, activations: Mapping[int, Any]) -> dict[int, tuple[_Call, int] | EagerVJP | None]:
         entries: dict[Entry, tuple[_Call, int]] = {}

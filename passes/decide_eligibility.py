@@ -101,7 +101,8 @@ def decide_eligibility(
     aliases = _aliases(saved, reasons, masks)
     taken: set[str] = set()
     read = values_read(pair, frozenset({*masks.hosts, *substitutes.instead.values()}))
-    reordered = channels_last - set(aliases.values())
+    # Inputs and results lie in memory as they were traced.
+    reordered = channels_last - set(aliases.values()) - {t.name for t in saved if t.boundary is not None}
     decisions = []
     for tensor in saved:
         name = tensor.name
@@ -127,7 +128,7 @@ def decide_eligibility(
             masks=own,
             mask_numel=mask_numel.get(name, 0),
             min_bits=CURVED_BITS if name in substitutes.curved else 1,
-            order=_order(tensor.stride, name in reordered),
+            order=_order(_steps(tensor), name in reordered),
             values=name in masks.values,
         )
         if decision.values and instead:
@@ -275,6 +276,16 @@ def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: 
             whole.setdefault((tensor.storage, tensor.dtype), tensor.name)
     hosts = {t.name: whole.get((t.storage, t.dtype), t.name) for t in fits}
     return {name: host for name, host in hosts.items() if host != name and name not in masks.hosts.values()}
+
+
+def _steps(tensor: SavedTensor) -> tuple[int, ...]:
+    """The strides, but for dimensions of one element, of which they say nothing: those of what lies in rows."""
+    steps: list[int] = []
+    in_rows = 1
+    for size, step in reversed(list(zip(tensor.shape, tensor.stride, strict=True))):
+        steps.append(in_rows if size == 1 else step)
+        in_rows = steps[-1] * size
+    return tuple(reversed(steps))
 
 
 def _order(stride: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:

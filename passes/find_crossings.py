@@ -9,7 +9,7 @@ import networkx as nx
 from gact_fx.accounting import can_share
 from gact_fx.plan import graph_fingerprint
 from gact_fx.records import Crossing
-from gact_fx.shared_codes import Identity
+from gact_fx.shared_codes import Activation
 from gact_fx.tape import Step
 
 # A graph's fingerprint, and the key of a tensor that it saves.
@@ -17,15 +17,15 @@ Member = tuple[str, str]
 
 
 def find_crossings(
-    steps: Sequence[Step], eager: Collection[Identity], eager_bits: int
+    steps: Sequence[Step], eager: Collection[Activation], eager_bits: int
 ) -> dict[str, dict[str, Crossing]]:
     """By fingerprint and key: the tensors to be quantized of which a training step's graphs, or a graph and ``eager``
     PyTorch in ``eager_bits`` bits, hold the same activation.
 
     A tensor that is x in one run of its graph and y in another is one crossing with all that hold x or y: its graph is
-    compiled for one code.
+    compiled for one code. What several forward passes hold is stored in each of them.
     """
-    held: list[tuple[Member, Identity]] = []
+    held: list[tuple[Member, Activation]] = []
     for step in steps:
         fingerprint = graph_fingerprint(step.analysis.saved)
         can_cross = {t.name: t.key for t, how in step.analysis.quantized() if can_share(t, how)}

@@ -80,15 +80,15 @@ def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
 
 def _is_same_in_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two views of one storage are the same elements in the same order, row by row."""
-    same_dtype_and_start = a.dtype is b.dtype and hint(a.storage_offset()) == hint(b.storage_offset())
     # Hints of different numbers may be equal by chance.
+    same_dtype_and_start = a.dtype is b.dtype and is_same(a.storage_offset(), b.storage_offset())
     return same_dtype_and_start and is_same(a.numel(), b.numel()) and _lies_in_rows(a) and _lies_in_rows(b)
 
 
 def _lies_in_rows(value: torch.Tensor) -> bool:
-    count = 1
-    for size, step in reversed([(hint(n), hint(s)) for n, s in zip(value.shape, value.stride(), strict=True)]):
-        if size != 1 and step != count:
+    count: int | torch.SymInt = 1
+    for size, step in reversed(list(zip(value.shape, value.stride(), strict=True))):
+        if not is_same(size, 1) and not is_same(step, count):
             return False
         count *= size
     return True

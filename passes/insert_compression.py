@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,7 +25,7 @@ from gact_fx.passes.merge_masks import fill_stopped, find_stopped, mark_stopped,
 from gact_fx.passes.standardize import resolve, standardize, unstandardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
-from gact_fx.symbolic import SizeBuilder
+from gact_fx.symbolic import SizeBuilder, have_same_shape
 
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
@@ -106,9 +107,11 @@ class _Editor:
             source = mark_stopped(source, self._derive(merged), self._add_forward)
         codec = (plan.bits, plan.group_size, plan.seed)
         if crossing is not None:
-            # Where the tensor is another view of it, both lie in memory row by row.
-            rank = crossing.meta["val"].dim()
-            order = list(how.order) if rank == len(how.order) else list(range(rank))
+            order = list(how.order)
+            if not have_same_shape(crossing.meta["val"], original):
+                # Where the tensor is another view of it, both lie in memory row by row.
+                order = list(range(crossing.meta["val"].dim()))
+                how = replace(how, order=tuple(range(original.dim())))
             blob = self._add_forward(compress_once, (crossing, *codec, order, plan.rounding), f"{value.name}_blob")
         else:
             dense = self._in_order(source, how.order)
