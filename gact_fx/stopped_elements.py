@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gact_fx.passes.insert_compression import MASK_OF
+from gact_fx.passes.insert_decompression import MASK_OF
 from gact_fx.passes.merge_masks import Stopped, measure_stopped
 from gact_fx.replay import Replay
 from gact_fx.tape import Step

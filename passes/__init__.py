@@ -21,7 +21,8 @@
 7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
 8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
 9. ``insert_compression``   compress into forward, decompress into backward
-   (``standardize``         the arithmetic before and after)
+   (``insert_decompression`` the latter;
+   ``standardize``          the arithmetic before and after)
 10. ``defer_recomputation`` what backward computes from saved values, right before its first use
 11. ``verify_graphs``       the contract with AOTAutograd
 12. ``swap_codes``          blobs to host memory and back ahead of their use, with swap=True and on a GPU; not in the

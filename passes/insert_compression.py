@@ -1,4 +1,4 @@
-"""Insert compress into forward and decompress into backward.
+"""Insert compress into forward, and by `insert_decompression` decompress into backward.
 
 Every saved tensor's blob takes the tensor's place among forward's outputs and backward's inputs, so counts and order
 never change. Compression goes right after the source's last use in forward, decompression right before its first use in
@@ -7,11 +7,8 @@ backward, so that the values live as briefly as they can.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,22 +17,19 @@ from torch import fx
 from gact_fx import ops, shared_codes  # noqa: F401  (register torch.ops.gact_fx)
 from gact_fx.accounting import shares
 from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.graph_edit import add_call, latest, restored
-from gact_fx.passes.merge_masks import fill_stopped, find_stopped, mark_stopped, without_merged
-from gact_fx.passes.standardize import resolve, standardize, unstandardize
+from gact_fx.graph_edit import add_call, latest
+from gact_fx.passes.insert_decompression import MASK_CODEC, Decompressions, replace_reads
+from gact_fx.passes.merge_masks import mark_stopped, without_merged
+from gact_fx.passes.standardize import resolve, standardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
-from gact_fx.symbolic import SizeBuilder, have_same_shape
+from gact_fx.symbolic import have_same_shape
 
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
 compress_once = torch.ops.gact_fx.compress_once.default
 decompress = torch.ops.gact_fx.decompress.default
 convert = torch.ops.prims.convert_element_type.default
-# Bits, group size and seed; of these only bits matters to masks and integers.
-MASK_CODEC = (1, 256, 0)
-# Of a backward node that reads a mask: the name that the mask had.
-MASK_OF = "gact_fx mask of"
 
 
 def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan) -> GraphPair:
@@ -75,11 +69,10 @@ class _Editor:
 
     def __init__(self, pair: GraphPair) -> None:
         self._pair = pair
-        self._sizes = SizeBuilder(pair.backward.graph)
+        self._loads = Decompressions(pair)
         self._backward = {node.name: node for node in pair.backward.graph.nodes}
         self._forward = {node.name: node for node in pair.forward.graph.nodes}
         self._sources = {value.placeholder: value.source for value in pair.saved_values()}
-        self._exact_masks: dict[str, fx.Node] = {}
         self._mask_edits: list[Callable[[], None]] = []
         self._value_edits: list[Callable[[], None]] = []
 
@@ -120,19 +113,18 @@ class _Editor:
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)
-        self._mask_edits.append(lambda: self._load_masks(value, how))
+        load, whole = self._loads, (*codec, plan.rounding)
+        self._mask_edits.append(lambda: load.load_masks(value, how))
         if merged is not None:
-            self._mask_edits.append(lambda: self._load_merged(merged, value, original, how, (*codec, plan.rounding)))
+            self._mask_edits.append(lambda: load.load_merged(merged, value, original, how, whole))
         is_merged = merged is not None
-        self._value_edits.append(
-            lambda: self._load_values(value, read, original, how, (*codec, plan.rounding), views, is_merged)
-        )
+        self._value_edits.append(lambda: load.load_values(value, read, original, how, whole, views, is_merged))
 
     def save_instead(self, value: SavedValue, how: Eligibility) -> None:
         """The node that stands for the tensor, as it is: what backward would make it from may not be saved any more."""
         read = self._backward[how.instead]
         self._pair.replace_saved(value, self._derive(read))
-        self._value_edits.append(lambda: _replace(read, value.placeholder, set()))
+        self._value_edits.append(lambda: replace_reads(read, value.placeholder, set()))
 
     def save_integers(self, value: SavedValue, how: Eligibility) -> None:
         slot, original = value.placeholder, value.source.meta["val"]
@@ -142,16 +134,16 @@ class _Editor:
             integers = self._add_forward(aten.remainder.Scalar, (integers, how.modulus), f"{value.name}_positive")
         blob = self._add_forward(compress, (integers, *codec), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
-        self._value_edits.append(lambda: self._load_values(value, slot, original, how, codec, []))
+        self._value_edits.append(lambda: self._loads.load_values(value, slot, original, how, codec, []))
 
     def save_masks(self, value: SavedValue, how: Eligibility) -> None:
         mask = self._packed_masks(how) if how.masks else self._as_bytes(value.source, how.order)
         blob = self._add_forward(compress, (mask, *MASK_CODEC), f"{value.name}_blob")
         self._pair.replace_saved(value, blob)
-        self._mask_edits.append(lambda: self._load_masks(value, how))
+        self._mask_edits.append(lambda: self._loads.load_masks(value, how))
         if not how.masks:
             slot, original = value.placeholder, value.source.meta["val"]
-            self._value_edits.append(lambda: self._load_values(value, slot, original, how, MASK_CODEC, []))
+            self._value_edits.append(lambda: self._loads.load_values(value, slot, original, how, MASK_CODEC, []))
 
     def save_nothing(self, value: SavedValue) -> None:
         """An empty tensor in the slot, since positions must not change."""
@@ -232,111 +224,3 @@ class _Editor:
         users = [user for node in nodes for user in node.users if user.op != "output"]
         with graph.inserting_after(latest(self._pair.forward, nodes + users)):
             return add_call(graph, target, args, name, **kwargs)
-
-    # Backward
-
-    def _load_values(
-        self,
-        value: SavedValue,
-        read: fx.Node,
-        original: torch.Tensor,
-        how: Eligibility,
-        codec: tuple[Any, ...],
-        aliases: list[tuple[SavedValue, torch.Tensor]],
-        is_merged: bool = False,
-    ) -> None:
-        """Decompress in place of ``read``: the tensor's placeholder, or the node that was stored in its place."""
-        slots = [read, *(alias.placeholder for alias, _ in aliases)]
-        users = [user for slot in slots for user in slot.users if user.target is not decompress]
-        if not users:
-            return
-        graph = self._pair.backward.graph
-        start = original.storage_offset()
-        with graph.inserting_before(min(users)):
-            shape = [original.shape[d] for d in how.order]
-            dense, values = self._load(value, shape, original.dtype, codec, how.order)
-            if is_merged:
-                values = fill_stopped(values, how, partial(add_call, graph))
-            if how.standardization is not None:
-                by = resolve(how.standardization, lambda name: self._exact_masks.get(name) or self._backward[name])
-                values = unstandardize(values, by, partial(add_call, graph))
-            views = [
-                add_call(
-                    graph,
-                    aten.as_strided.default,
-                    (dense, list(view.shape), list(view.stride()), view.storage_offset() - start),
-                    f"{alias.name}_view",
-                )
-                for alias, view in aliases
-            ]
-        _replace(read, values, {dense, values})
-        for (alias, _), node in zip(aliases, views, strict=True):
-            _replace(alias.placeholder, node, set())
-
-    def _load_merged(
-        self, mask: fx.Node, value: SavedValue, original: torch.Tensor, how: Eligibility, codec: tuple[Any, ...]
-    ) -> None:
-        """The mask that the codes tell, from values of its own: it may be needed long before they are."""
-        if not mask.users:
-            return
-        graph = self._pair.backward.graph
-        with graph.inserting_before(min(mask.users)):
-            _, values = self._load(value, [original.shape[d] for d in how.order], original.dtype, codec, how.order)
-            self._give_mask(mask, find_stopped(values, partial(add_call, graph)))
-
-    def _give_mask(self, mask: fx.Node, exact: fx.Node) -> None:
-        exact.meta[MASK_OF] = mask.name
-        _replace(mask, exact, {exact})
-        self._exact_masks[mask.name] = exact
-
-    def _load_masks(self, value: SavedValue, how: Eligibility) -> None:
-        graph = self._pair.backward.graph
-        masks = [self._backward[name] for name in how.masks]
-        if not masks:
-            return
-        orders = [how.order if len(how.order) == m.meta["val"].dim() else range(m.meta["val"].dim()) for m in masks]
-        shapes = [[m.meta["val"].shape[d] for d in order] for m, order in zip(masks, orders, strict=True)]
-        readers = [user for mask in masks for user in mask.users]
-        if how.standardization is not None:
-            # What the values are made from by the mask comes after it.
-            readers += (self._backward[how.instead] if how.instead else value.placeholder).users
-        with graph.inserting_before(min(readers)):
-            if len(masks) == 1:
-                loaded = [self._load(value, shapes[0], torch.bool, MASK_CODEC, orders[0])[1]]
-            else:
-                loaded = self._load_several(value, shapes, orders)
-        for mask, exact in zip(masks, loaded, strict=True):
-            self._give_mask(mask, exact)
-
-    def _load_several(
-        self, value: SavedValue, shapes: list[list[Any]], orders: Sequence[Sequence[int]]
-    ) -> list[fx.Node]:
-        graph = self._pair.backward.graph
-        ends = list(accumulate(math.prod(shape) for shape in shapes))
-        flat, _ = self._load(value, [ends[-1]], torch.bool, MASK_CODEC, [0])
-        loaded = []
-        for start, end, shape, order in zip([0, *ends], ends, shapes, orders, strict=False):
-            part = add_call(graph, aten.slice.Tensor, (flat, 0, *self._sizes.build([start, end])), f"{value.name}_part")
-            part = add_call(graph, aten.reshape.default, (part, self._sizes.build(shape)), f"{value.name}_mask")
-            loaded.append(restored(graph, part, order))
-        return loaded
-
-    def _load(
-        self, value: SavedValue, shape: list[Any], dtype: torch.dtype, codec: tuple[Any, ...], order: Sequence[int]
-    ) -> tuple[fx.Node, fx.Node]:
-        """The decompressed tensor in memory order, and in the order of its dimensions.
-
-        ``codec`` is what the blob was written with: bits, group size, seed and, for values, rounding.
-        """
-        graph = self._pair.backward.graph
-        stored = torch.uint8 if dtype is torch.bool else dtype
-        arguments = (value.placeholder, self._sizes.build(shape), stored, *codec)
-        dense = add_call(graph, decompress, arguments, f"{value.name}_{'mask' if dtype is torch.bool else 'values'}")
-        if dtype is torch.bool:
-            number = add_call(graph, convert, (dense, torch.float32), f"{value.name}_number")
-            dense = add_call(graph, aten.gt.Scalar, (number, 0.5), f"{value.name}_truth")
-        return dense, restored(graph, dense, order)
-
-
-def _replace(old: fx.Node, new: fx.Node, readers: set[fx.Node]) -> None:
-    old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in readers and user.target is not decompress)
