@@ -145,7 +145,12 @@ def decide_eligibility(
         decisions.append(decision)
     decisions = [replace(how, exact_allowed=not how.masks) for how in decisions]
     decisions = _standardized(pair, decisions, read)
-    decisions = [replace(how, merges=find_merge(how, sources[how.name], slots[how.name], nodes)) for how in decisions]
+    # Views of the same codes would read NaN.
+    shared = {how.alias_of for how in decisions}
+    decisions = [
+        how if how.name in shared else replace(how, merges=find_merge(how, sources[how.name], slots[how.name], nodes))
+        for how in decisions
+    ]
     return GraphAnalysis(saved, tuple(decisions))
 
 

@@ -70,7 +70,8 @@ def _compare_inputs_instead(node: fx.Node) -> None:
     if node.target is not aten.relu.default:
         return
     (source,) = node.all_input_nodes
-    twin = next(user for user in source.users if user.target is aten.le.Scalar and user.args == (source, 0))
+    # The first of them, which is before all who are to read it.
+    twin = min(user for user in source.users if user.target is aten.le.Scalar and user.args == (source, 0))
     stack = [node]
     while stack:
         alias = stack.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,6 +42,7 @@ def find_standardizations(
     """
     values = {value.name: value for value in pair.saved_values()}
     slots = {value.source: name for name, value in values.items() if name in exact}
+    sources = {value.placeholder: value.source for value in values.values()}
     backward = {node.name: node for node in pair.backward.graph.nodes}
     found = {}
     for name, other in instead.items():
@@ -56,6 +58,8 @@ def find_standardizations(
             # Backward reads the tensor less its mean, or something else altogether.
             node = backward[other]
             is_centred = node.target is aten.sub.Tensor and node.args[0] is values[name].placeholder and bool(rstd)
+            # Some number may be subtracted: those of a channel then do not sum to zero.
+            is_centred = is_centred and sources.get(_behind_views(node.args[1])) in means
             if is_centred:
                 found[name] = Standardization("", rstd, _sign(node, masks[name], backward))
         elif mean and rstd:
@@ -103,6 +107,12 @@ def _views(nodes: list[fx.Node]) -> list[fx.Node]:
     for node in found:
         found += [user for user in node.users if getattr(user.target, "overloadpacket", None) in _VIEWS]
     return found
+
+
+def _behind_views(node: Any) -> Any:
+    while isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in _VIEWS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _sign(read: fx.Node, masks: Sequence[str], backward: Mapping[str, fx.Node]) -> str:

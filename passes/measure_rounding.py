@@ -74,8 +74,8 @@ class RoundingMeter:
         """
         squares = sensitivity.detach().reshape(-1).float().square()
         self._all.add(squares)
-        if self._passed is not None:
-            self._passed.add(squares)
+        if self._passed is not None and stopped is not None:
+            self._passed.add(squares.masked_fill(stopped.mask.reshape(-1), 0))
         if stopped is not None and stopped.error is not None:
             moved = sensitivity.detach().reshape(stopped.error.shape) * stopped.error
             # The probe's signs are independent from channel to channel, but the errors within one belong together.
@@ -129,25 +129,29 @@ class _Weighed:
 
     def __init__(self, flat: torch.Tensor, stopped: torch.Tensor | None = None) -> None:
         whole = _padded(flat, flat[-1]).view(-1, _CELL)
-        self._passes = None
-        low = high = whole
-        if stopped is not None:
-            out = _padded(stopped, torch.ones((), dtype=torch.bool, device=flat.device)).view(-1, _CELL)
-            low, high = whole.masked_fill(out, math.inf), whole.masked_fill(out, -math.inf)
-            self._passes = ~out
-        self._low, self._high = low.amin(1), high.amax(1)
-        self._weights = torch.zeros_like(self._low)
         blocks = whole.view(-1, _BLOCK)
         count = min(len(blocks), _MAX_BLOCKS)
         self._sampled = torch.linspace(0, len(blocks) - 1, count, device=flat.device).long()
-        self._block_values = blocks[self._sampled]
-        self._block_lows, self._block_highs = (x.view(-1, _BLOCK)[self._sampled] for x in (low, high))
+        self._block_values = self._block_lows = self._block_highs = blocks[self._sampled]
+        self._block_passes = torch.ones_like(self._block_values)
+        if stopped is None:
+            self._low, self._high = whole.amin(1), whole.amax(1)
+            self._passes = torch.full_like(self._low, _CELL)
+        else:
+            out = _padded(stopped, torch.ones((), dtype=torch.bool, device=flat.device)).view(-1, _CELL)
+            self._low = whole.masked_fill(out, math.inf).amin(1)
+            self._high = whole.masked_fill(out, -math.inf).amax(1)
+            self._passes = _CELL - out.sum(1, dtype=flat.dtype)
+            outside = out.view(-1, _BLOCK)[self._sampled]
+            self._block_lows = self._block_values.masked_fill(outside, math.inf)
+            self._block_highs = self._block_values.masked_fill(outside, -math.inf)
+            self._block_passes.masked_fill_(outside, 0)
+        self._weights = torch.zeros_like(self._low)
         self._block_weights = torch.zeros_like(self._block_values)
 
     def add(self, squares: torch.Tensor) -> None:
+        """What is stopped must have none."""
         cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
-        if self._passes is not None:
-            cells = cells * self._passes
         self._weights += cells.sum(1)
         self._block_weights += cells.view(-1, _BLOCK)[self._sampled]
 
@@ -156,9 +160,8 @@ class _Weighed:
         self._block_weights *= factor
 
     def weigh_equally(self) -> None:
-        self._weights.zero_()
-        self._block_weights.zero_()
-        self.add(torch.ones(self._weights.numel() * _CELL, device=self._weights.device))
+        self._weights.copy_(self._passes)
+        self._block_weights.copy_(self._block_passes)
 
     def variances(self, sizes: Sequence[int], finest: int, probes: int, *, merged: bool = False) -> dict[Code, float]:
         """What codes of every width, rounding and size of groups add; ``merged``: one of the codes is for a mask."""

@@ -109,13 +109,17 @@ def fill_stopped(values: fx.Node, how: Eligibility, add: Add) -> fx.Node:
 
 
 def measure_stopped(values: torch.Tensor, mask: torch.Tensor, how: Eligibility) -> Stopped:
-    """``mask``, and what `fill_stopped` would change; ``values`` are those of the codes, ``mask`` is laid out alike."""
+    """``mask``, and what `fill_stopped` would change.
+
+    ``values`` are those of codes that are folded by the mask, where they are standardised; ``mask`` is laid out alike.
+    """
     if is_lossless(how):
         return Stopped(mask, None)
     channel = how.order.index(1)
     dims = [d for d in range(values.dim()) if d != channel]
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
-    mean = torch.where(mask, values, zero).sum(dims, keepdim=True) / mask.sum(dims, keepdim=True)
+    # As `fill_stopped` has it; what passes is turned over here, by the same mask.
+    mean = torch.where(mask, zero, values).sum(dims, keepdim=True) / mask.sum(dims, keepdim=True)
     return Stopped(mask, torch.where(mask, mean - values, zero), channel)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Trace, analyze
+from conftest import Trace, analyze, gradients, relative_error
 from torch import fx, nn
 from torch.nn import functional as F
 
+import gact_fx
 from gact_fx.aot import GraphPair
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.passes import expose_decisions, insert_compression
@@ -168,3 +169,32 @@ def test_recomputed_from_rounded_values_it_is_unbiased(trace: Trace, inner: str,
     ).double()
     error = (draws.mean(0) - exact).square().sum().sqrt()
     assert error <= 3 * (draws.var(0).sum() / seeds).sqrt()
+
+
+class ReturnsRelus(nn.Module):
+    """What a ReLU returned is read by another ReLU, and is returned: its own derivative may come first in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, 8, 3, padding=1) for a in (3, 8))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(self.norms[0](self.convs[0](x)))
+        z = torch.relu(self.norms[1](self.convs[1](y)) + y)
+        return y, torch.relu(z)
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_relus_that_are_returned(inner: str) -> None:
+    torch.manual_seed(0)
+    model, x = ReturnsRelus(), torch.randn(4, 3, 16, 16)
+    reference = copy.deepcopy(model)
+    gact_fx.compile(model, inner=inner, budget_bits=8, min_elements=64)
+    for _ in range(2):
+        found, exact = [], []
+        for network, into in ((model, found), (reference, exact)):
+            y, z = network(x)
+            (y.square().mean() + z.square().mean()).backward()
+            into += gradients(network)
+    assert relative_error(found, exact) < 0.01

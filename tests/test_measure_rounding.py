@@ -123,8 +123,9 @@ def test_variances_of_codes_that_tell_a_mask(name: str) -> None:
     weights = torch.rand(x.shape, generator=generator) + 0.1
     mask = torch.rand(x.shape, generator=generator) < 0.5
     marked = x.masked_fill(mask, float("nan"))
-    meter = RoundingMeter(x, stopped=Stopped(mask, None))
-    meter.add(weights.sqrt())
+    stopped = Stopped(mask, None)
+    meter = RoundingMeter(x, stopped=stopped)
+    meter.add(weights.sqrt(), stopped)
     found = meter.result(GROUPS).merged
     codes = [(bits, rounding, size) for bits in WIDTHS[1:] for rounding in ("stochastic", "dither") for size in GROUPS]
     assert set(found) >= set(codes)

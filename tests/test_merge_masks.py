@@ -217,6 +217,61 @@ def test_varying_batch_sizes(inner: str) -> None:
         assert relative_error(gradients(model), exact) < 0.15
 
 
+class Views(nn.Module):
+    """A ReLU's result and a view of it are both saved, and are one code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(a, 4, 3) for a in (3, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.convs[0](x))
+        return self.convs[1](y).square().mean() + self.convs[2](y.transpose(2, 3)).square().mean()
+
+
+@INNER
+@pytest.mark.parametrize("recompute", ["off", "auto"])
+def test_views_of_a_merged_tensor(inner: str, recompute: str) -> None:
+    x = images()
+    model = Views()
+    options = {"inner": inner, "recompute": recompute, "budget_bits": 3, "min_elements": 64}
+    gact_fx.compile(model, sample_batches=[(x,)], **options)  # type: ignore[arg-type]
+    assert relative_error_of(model, x) < 0.1
+    model = planned(Views(), x, everything_merged, inner=inner, recompute=recompute)
+    assert relative_error_of(model, x) < 0.02
+
+
+class OwnShift(nn.Module):
+    """Divides by the batch's deviation, but subtracts a number of its own: its channels do not sum to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 8).view(1, 8, 1, 1))
+        self.gain, self.weight = nn.Parameter(torch.ones(1, 8, 1, 1)), nn.Parameter(torch.randn(1, 8, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        with torch.no_grad():
+            variance, _ = torch.var_mean(h, (0, 2, 3), correction=0, keepdim=True)
+            rstd = (variance + 1e-5).rsqrt()
+        centred = h - self.shift
+        y = torch.relu(centred * rstd * self.gain)
+        return self.last(y).square().mean() + 0.3 * (centred * self.weight).mean()
+
+
+@INNER
+def test_what_is_not_centred_by_its_mean(inner: str) -> None:
+    x = images()
+    model = planned(OwnShift(), x, everything_merged, inner=inner)
+    exact = exact_gradients(model, x)
+    model(x).backward()
+    for found, wanted in zip(gradients(model), exact, strict=True):
+        assert relative_error([found], [wanted]) < 0.05 or float(wanted.norm()) < 1e-4
+
+
 # ---- Figures ----------------------------------------------------------------------------------------------------
 
 
