@@ -19,7 +19,7 @@ from torch import fx
 
 from gact_fx.aot import GraphPair
 from gact_fx.records import Standardization
-from gact_fx.symbolic import hint
+from gact_fx.symbolic import have_same_shape, hint
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias)
@@ -117,7 +117,7 @@ def _behind_views(node: Any) -> Any:
 
 def _sign(read: fx.Node, masks: Sequence[str], backward: Mapping[str, fx.Node]) -> str:
     """Of the masks as large as ``read`` the one that follows most directly from it, '' where there is none."""
-    fits = [mask for mask in masks if _hints(backward[mask]) == _hints(read)]
+    fits = [mask for mask in masks if have_same_shape(backward[mask].meta["val"], read.meta["val"])]
     return min(fits, key=lambda mask: len(list(_ancestors(backward[mask]))), default="")
 
 
