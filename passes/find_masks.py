@@ -8,15 +8,14 @@ follows from saved values alone is therefore taken in forward, and stored at one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from gact_fx.aot import GraphPair
-from gact_fx.symbolic import hint
+from gact_fx.symbolic import have_same_shape
 
 aten = torch.ops.aten
 
@@ -111,7 +110,7 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
 
 
 def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
-    shapes = {slot.name: _shape(slot) for slot in pair.backward.graph.find_nodes(op="placeholder")}
+    slots = {slot.name: slot for slot in pair.backward.graph.find_nodes(op="placeholder")}
     sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
     derivable = derivable_nodes(pair)
     decisions: list[fx.Node] = []
@@ -141,18 +140,17 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
             known.add(node)
         elif any(user not in boolean for user in node.users):
             known.add(node)
-            hosts[node.name] = _choose_host(node, sources[node], shapes, Counter(hosts.values()))
+            hosts[node.name] = _choose_host(node, [slots[name] for name in sources[node]], Counter(hosts.values()))
     return hosts, {}
 
 
-def _choose_host(mask: fx.Node, tensors: frozenset[str], shapes: Mapping[str, Any], hosted: Mapping[str, int]) -> str:
+def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str, int]) -> str:
     """One as large as the mask, and of those one with few masks yet: into the codes of each one can be merged."""
-    return min(tensors, key=lambda name: (shapes[name] != _shape(mask), hosted[name], name))
 
+    def rank(tensor: fx.Node) -> tuple[bool, int, str]:
+        return not have_same_shape(tensor.meta["val"], mask.meta["val"]), hosted[tensor.name], tensor.name
 
-def _shape(node: fx.Node) -> list[int] | None:
-    value = node.meta.get("val")
-    return [hint(size) for size in value.shape] if isinstance(value, torch.Tensor) else None
+    return min(tensors, key=rank).name
 
 
 def is_discontinuous(node: fx.Node) -> bool:

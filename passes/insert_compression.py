@@ -28,7 +28,6 @@ from gact_fx.symbolic import have_same_shape
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
 compress_once = torch.ops.gact_fx.compress_once.default
-decompress = torch.ops.gact_fx.decompress.default
 convert = torch.ops.prims.convert_element_type.default
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +75,9 @@ def images(rows: int = 8, seed: int = 1) -> torch.Tensor:
 ROWS = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
 
 
-def planned(model: nn.Module, x: torch.Tensor, change: Callable[[TensorPlan], TensorPlan] = lambda t: t, **options):  # type: ignore[no-untyped-def]
+def planned(
+    model: nn.Module, x: torch.Tensor, change: Callable[[TensorPlan], TensorPlan] = lambda t: t, **options: Any
+) -> Any:
     """``model`` compiled by a plan of its own, every tensor's entry changed."""
     options = {"inner": "eager", "min_elements": 64, "budget_bits": 8, **options}
     torch._dynamo.reset()
@@ -235,8 +239,8 @@ class Views(nn.Module):
 def test_views_of_a_merged_tensor(inner: str, recompute: str) -> None:
     x = images()
     model = Views()
-    options = {"inner": inner, "recompute": recompute, "budget_bits": 3, "min_elements": 64}
-    gact_fx.compile(model, sample_batches=[(x,)], **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"inner": inner, "recompute": recompute, "budget_bits": 3, "min_elements": 64}
+    gact_fx.compile(model, sample_batches=[(x,)], **options)
     assert relative_error_of(model, x) < 0.1
     model = planned(Views(), x, everything_merged, inner=inner, recompute=recompute)
     assert relative_error_of(model, x) < 0.02
@@ -280,8 +284,8 @@ def test_what_is_not_centred_by_its_mean(inner: str) -> None:
 @pytest.mark.parametrize("network", [Normed, Plain])
 def test_the_predicted_variance_is_the_measured_one(network: type[nn.Module], bits: int, inner: str) -> None:
     model, batches = network(), [(images(seed=s),) if network is Normed else (ROWS + s,) for s in range(3)]
-    options = {"inner": inner, "budget_bits": bits, "min_elements": 64}
-    gact_fx.compile(model, sample_batches=batches, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"inner": inner, "budget_bits": bits, "min_elements": 64}
+    gact_fx.compile(model, sample_batches=batches, **options)
     plan = gact_fx.inspect(model).plan
     assert merged(plan) and plan is not None and plan.variance is not None
     found = gact_fx.measure_gradient_error(model, batches, draws=16).total
@@ -323,7 +327,7 @@ def test_uniform_widths_leave_masks_beside_the_codes() -> None:
     assert not merged(gact_fx.inspect(model).plan)
 
 
-def test_a_plan_keeps_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_keeps_it(tmp_path: Path) -> None:
     model = gact_fx.compile(Normed(), sample_batches=[(images(),)], inner="eager", budget_bits=3)
     plan = gact_fx.inspect(model).plan
     assert plan is not None and merged(plan)
@@ -336,8 +340,13 @@ def test_algorithm_1_merges_what_loses_nothing() -> None:
     found = []
     for model, x in kinds:
         torch._dynamo.reset()
-        options = {"inner": "inductor", "budget_bits": 2, "min_elements": 64, "sensitivity": "empirical"}
-        gact_fx.compile(model, sample_batches=[(x,)], **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "inner": "inductor",
+            "budget_bits": 2,
+            "min_elements": 64,
+            "sensitivity": "empirical",
+        }
+        gact_fx.compile(model, sample_batches=[(x,)], **options)
         found.append([tensor.key for tensor in merged(gact_fx.inspect(model).plan)])
     plain, normed = found
     assert plain and all("relu" in key for key in plain + normed)
