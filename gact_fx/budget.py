@@ -67,10 +67,6 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
     menus = [_menu(share, [listed[i] for i in share.slots]) for share in shares]
     numel = sum(share.stored * slots[share.slots[0]][1].numel for share in shares)
     chosen = _choose(menus, graphs, config, minibatch_variance, numel)
-    variance = math.fsum(choice.variance for choice in chosen)
-    is_known = bool(items) and all(item.sensitivity is not None for item in items)
-    if is_known and minibatch_variance is not None:
-        _warn_of_noise(menus, variance, minibatch_variance, numel)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     by_slot = {i: (share, choice) for share, choice in zip(shares, chosen, strict=True) for i in share.slots}
     for i, ((graph, tensor, _), item) in enumerate(zip(slots, items, strict=True)):
@@ -80,7 +76,7 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         seed = slot_seed(config.seed, first.fingerprint, first_tensor.key)
         code = (choice.bits, seed, value, choice.rounding, choice.group_size)
         plans[graph.fingerprint].append(TensorPlan(tensor.key, *code, share.crossing is not None, choice.merged))
-    return Plan(
+    plan = Plan(
         budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
         graphs=tuple(
@@ -90,9 +86,17 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
             for graph in graphs
         ),
         recompute=config.recompute,
-        variance=variance if is_known else None,
         minibatch_variance=minibatch_variance,
     )
+    if not items or any(item.sensitivity is None for item in items):
+        return plan
+    # Menus overstate what moves the gradient little (`list_choices`); what is said of the plan is as measured.
+    variance = plan.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
+    if variance is None or not math.isfinite(variance):
+        variance = math.fsum(choice.variance for choice in chosen)
+    if minibatch_variance is not None:
+        _warn_of_noise(menus, variance, minibatch_variance, numel)
+    return replace(plan, variance=variance)
 
 
 def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:

@@ -12,7 +12,7 @@ from conftest import Mixed, mixed_batch
 
 import gact_fx
 from gact_fx.accounting import coded_nbytes
-from gact_fx.budget import NOISE_LIMIT, GraphTensors, choose_plan
+from gact_fx.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
 from gact_fx.codec_layout import blob_nbytes
 from gact_fx.config import Config
 from gact_fx.passes.list_choices import Item, list_choices
@@ -168,6 +168,29 @@ def test_the_budget_that_is_named_exists(minibatch: float, caplog: pytest.LogCap
         choose_plan([graph(*VALUES, exact=True)], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
     named = [float(bits) for bits in re.findall(r"budget_bits=([\d.]+)", caplog.text)]
     assert all(Config(budget_bits=bits).budget_bits == bits for bits in named)
+
+
+def test_the_variance_is_as_measured_where_the_menus_overstate_it() -> None:
+    """The least sensitive are planned as a hundredth of the median, which says nothing about what they add."""
+    tensors = graph(1e-6, 1e-6, 1.0, 1.0, 1.0)
+    plan = choose_plan([tensors], Config(budget_bits=2.0, **OPTIONS), "m", None)
+    widths = [entry.bits for entry in plan.graphs[0].tensors]
+    values = (1e-6, 1e-6, 1.0, 1.0, 1.0)
+    assert plan.variance == pytest.approx(sum(v * step_variance(b) for v, b in zip(values, widths, strict=True) if b))
+    assert plan.variance == plan.variance_on({"graph": tensors.sensitivities})
+
+
+def test_a_plan_is_compared_to_the_one_before_by_what_was_measured() -> None:
+    """A floor under one side alone would hide what the new plan brings."""
+    values = (*[1e-6] * 90, *[1.0] * 91)
+    tensors = graph(*values)
+    config = Config(budget_bits=2.0, **OPTIONS)
+    plan = choose_plan([tensors], config, "m", None)
+    entries = plan.graphs[0].tensors
+    worse = (*entries[:-1], replace(entries[-1], bits=1))
+    before = replace(plan, graphs=(replace(plan.graphs[0], tensors=worse),))
+    assert is_better(plan, before, [tensors])
+    assert not is_better(before, plan, [tensors]) and not is_better(plan, plan, [tensors])
 
 
 def test_unmeasured_variances_are_not_claimed() -> None:
