@@ -2,12 +2,16 @@
 
 Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
 ``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
-``GraphLowering.find_nodes_prefer_channels_last``. Tried with 2.13: ``TracingContext.fw_metadata.bw_donated_idxs``.
+``GraphLowering.find_nodes_prefer_channels_last``, ``cpu_vec_isa.valid_vec_isa_list``. Tried with 2.13:
+``TracingContext.fw_metadata.bw_donated_idxs``.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -18,6 +22,7 @@ from torch import fx
 from gact_fx.interpreter import GraphInterpreter
 from gact_fx.saved_tensors import is_plain
 
+log = logging.getLogger("gact_fx")
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # What runs instead of a compiled graph: (graph, is_backward, compile) -> a function of a list of inputs; ``compile()``
@@ -161,9 +166,30 @@ def _compile_inductor(
             return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
         return compile_fx_inner(graph, inputs, **options)
 
+    on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
+    if interpret is not None and any(on_cpu):
+        _find_instructions()
     changes = {**patches, "custom_partitioner_fn": _partitioner(partition, cache_key)}
     compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
     return cast(Compiled, compiled)
+
+
+@functools.cache
+def _find_instructions() -> None:
+    """Have Inductor find out what vector instructions there are while profiling goes on.
+
+    Where its cache is cold it calls the C++ compiler for that, once in a process, and waits for ten seconds or so.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    def find() -> None:
+        try:
+            valid_vec_isa_list()
+        except Exception as error:
+            # It tries again when it compiles, and fails there.
+            log.debug("looking for vector instructions failed with %s: %s", type(error).__name__, error)
+
+    threading.Thread(target=find, name="gact_fx: find vector instructions", daemon=True).start()
 
 
 def _keep_input_layouts(graph: fx.GraphModule) -> None:
