@@ -194,11 +194,12 @@ class _Weighed:
         low = self._block_lows.view(-1, size).amin(1, keepdim=True)
         span = (self._block_highs.view(-1, size).amax(1, keepdim=True) - low).clamp(min=0)
         scaled = inner * span.square() / max(probes, 1)
-        position = torch.where(span > 0, (values - low) / span, 0)
-        stochastic = {}
-        for bits in range(1 + merged, finest + 1):
-            p = (position * (2**bits - 1 - merged)).frac()
-            stochastic[bits] = float(torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(dtype=torch.float64))
+        position = ((values - low) / span).masked_fill_(~(span > 0), 0)
+        widths = range(1 + merged, finest + 1)
+        steps = torch.tensor([2**bits - 1 - merged for bits in widths], dtype=position.dtype, device=position.device)
+        p = (position * steps.view(-1, 1, 1)).frac_()
+        sums = torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(2).double().sum(1)
+        stochastic = dict(zip(widths, sums.tolist(), strict=True))
         return whole, float(scaled.sum(dtype=torch.float64)), stochastic
 
     def _bfloat16(self, probes: int) -> float:
