@@ -3,17 +3,18 @@
 Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
 ``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
 ``GraphLowering.find_nodes_prefer_channels_last``, ``cpu_vec_isa.valid_vec_isa_list``. Tried with 2.13:
-``TracingContext.fw_metadata.bw_donated_idxs``.
+``TracingContext.fw_metadata.bw_donated_idxs``. With 2.11: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -157,14 +158,15 @@ def _compile_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        def lower() -> Compiled:
+            with _sound_fusion():
+                return cast(Compiled, compile_fx_inner(graph, inputs, **options))
+
         if options.get("is_inference"):
-            return compile_fx_inner(graph, inputs, **options)
+            return lower()
         _keep_input_layouts(graph)
         _keep_saved_tensors()
-        if interpret is not None:
-            is_backward = bool(options.get("is_backward"))
-            return interpret(graph, is_backward, lambda: cast(Compiled, compile_fx_inner(graph, inputs, **options)))
-        return compile_fx_inner(graph, inputs, **options)
+        return lower() if interpret is None else interpret(graph, bool(options.get("is_backward")), lower)
 
     on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
     if interpret is not None and any(on_cpu):
@@ -172,6 +174,25 @@ def _compile_inductor(
     changes = {**patches, "custom_partitioner_fn": _partitioner(partition, cache_key)}
     compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
     return cast(Compiled, compiled)
+
+
+@contextlib.contextmanager
+def _sound_fusion() -> Iterator[None]:
+    """Keep Inductor from fusing loops that it then finds to differ (CPU; an AssertionError like ``((2048, 16), (8, 16,
+    16, 16))``): before torch 2.13 it splits the longer one only after it has decided to fuse them.
+    """
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    scheduling: Any = CppScheduling
+    can_fuse = getattr(scheduling, "_can_fuse_nodes_with_compatible_ranges", None)
+    if can_fuse is None or hasattr(scheduling, "_align_compatible_range_nodes"):
+        yield
+        return
+    scheduling._can_fuse_nodes_with_compatible_ranges = lambda *nodes: False
+    try:
+        yield
+    finally:
+        scheduling._can_fuse_nodes_with_compatible_ranges = can_fuse
 
 
 @functools.cache

@@ -53,3 +53,19 @@ def test_a_failure_to_look_for_them_is_left_to_the_compilation(
         for thread in set(threading.enumerate()) - before:
             thread.join()
     assert "RuntimeError: no C++ compiler" in caplog.text
+
+
+def test_loops_that_old_inductor_cannot_fuse_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does to real graphs is seen in test_merge_masks.py with torch 2.11, where they failed to compile."""
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    name = "_can_fuse_nodes_with_compatible_ranges"
+    before = getattr(CppScheduling, name)
+    if hasattr(CppScheduling, "_align_compatible_range_nodes"):
+        with inner._sound_fusion():
+            assert getattr(CppScheduling, name) is before
+        monkeypatch.delattr(CppScheduling, "_align_compatible_range_nodes")
+    with pytest.raises(RuntimeError, match="in between"), inner._sound_fusion():
+        assert getattr(CppScheduling, name)(None, None) is False
+        raise RuntimeError("in between")
+    assert getattr(CppScheduling, name) is before
