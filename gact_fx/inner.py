@@ -178,8 +178,9 @@ def _compile_inductor(
 
 @contextlib.contextmanager
 def _sound_fusion() -> Iterator[None]:
-    """Keep Inductor from fusing loops that it then finds to differ (CPU; an AssertionError like ``((2048, 16), (8, 16,
-    16, 16))``): before torch 2.13 it splits the longer one only after it has decided to fuse them.
+    """Keep Inductor before torch 2.13 from fusing loops on the CPU of which it then finds that they differ.
+
+    It splits the longer loop only once it has decided, and fails: ``AssertionError: ((2048, 16), (8, 16, 16, 16))``.
     """
     from torch._inductor.codegen.cpp import CppScheduling
 

@@ -22,7 +22,7 @@ def test_vector_instructions_are_looked_for_beside_profiling(
 
     def watched() -> list[cpu_vec_isa.VecISA]:
         threads.append(threading.current_thread())
-        return look()  # type: ignore[no-any-return]
+        return look()
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", watched)
     find = inner._find_instructions
