@@ -15,7 +15,7 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*.h tests/*/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*/*.h tests/*/*/*.cpp
 	rm -rf build/types && $(BIN)/python setup.py -q build_py --build-lib build/types
 	MYPYPATH=build/types $(BIN)/mypy -p gact_fx
 	MYPYPATH=build/types:examples $(BIN)/mypy benchmarks/*.py

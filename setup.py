@@ -13,6 +13,8 @@ from typing import Any
 
 from setuptools import setup
 
+ROOMS = ("diagnostics", "training", "profiling", "planning", "breaks", "graphs", "codec")
+
 
 def nvcc_fits(wanted: str) -> bool:
     """Whether nvcc is of the same major version as torch's CUDA, which the build demands; says so if it is not."""
@@ -75,7 +77,8 @@ def extension_arguments() -> dict[str, Any]:
 
 setup(
     name="gact_fx",
-    packages=["gact_fx", "gact_fx.passes"],
+    packages=["gact_fx", *(f"gact_fx.{room}" for room in ROOMS), "gact_fx.passes"],
     package_dir={"gact_fx": "gact_fx", "gact_fx.passes": "passes"},
+    package_data={"gact_fx": ["py.typed"]},
     **extension_arguments(),
 )

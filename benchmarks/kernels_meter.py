@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import gact_fx  # noqa: F401  (registers the operators)
-from gact_fx.codec_layout import INTEGER_DTYPES
+from gact_fx.codec.layout import INTEGER_DTYPES
 
 SEED = 1
 ROUNDS = 31

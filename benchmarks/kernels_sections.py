@@ -10,7 +10,7 @@ import torch
 from kernels_meter import OPERATORS, Call, Codec, Function, Job, Meter
 from torch.nn.functional import gelu
 
-from gact_fx import reference
+from gact_fx.codec import reference
 
 SMALL, MEDIUM, LARGE, HUGE = 64 << 10, 1 << 20, 64 << 20, 1 << 30
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

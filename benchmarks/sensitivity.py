@@ -21,10 +21,10 @@ from torch import nn
 
 import gact_fx
 from gact_fx.config import Config
-from gact_fx.passes import measure_sensitivity
-from gact_fx.sensitivity import measure_step
-from gact_fx.session import Session
-from gact_fx.tape import Step
+from gact_fx.profiling.measure_sensitivity import measure_sensitivity
+from gact_fx.profiling.measure_step import measure_step
+from gact_fx.profiling.tape import Step
+from gact_fx.training.session import Session
 
 Network = tuple[nn.Module, Batch, Callable[[nn.Module, Batch], torch.Tensor]]
 

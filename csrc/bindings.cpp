@@ -1,5 +1,5 @@
 // The operators' kernels: check tensors, lay out the blob, call the device's functions. The schemas are Python's
-// (gact_fx/ops.py), and so is the statement of the blob's layout (gact_fx/codec_layout.py).
+// (gact_fx/codec/operators.py), and so is the statement of the blob's layout (gact_fx/codec/layout.py).
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

@@ -10,10 +10,10 @@ from gact_fx import ops as ops
 from gact_fx.api import compile as compile
 from gact_fx.api import inspect as inspect
 from gact_fx.config import Config as Config
-from gact_fx.error_table import GradientError as GradientError
-from gact_fx.gradient_error import measure_gradient_error as measure_gradient_error
+from gact_fx.diagnostics.gradient_error import GradientError as GradientError
+from gact_fx.diagnostics.measure_gradient_error import measure_gradient_error as measure_gradient_error
+from gact_fx.diagnostics.report import Report as Report
 from gact_fx.plan import Plan as Plan
-from gact_fx.report import Report as Report
 
 __version__ = "0.1.0"
 __all__ = ["Config", "GradientError", "Plan", "Report", "compile", "inspect", "measure_gradient_error", "ops"]

@@ -9,16 +9,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from gact_fx.backend import Backend, Training, profiling_backend, uncompressed
+from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
-from gact_fx.distributed import Ranks, unwrapped, without_sync
-from gact_fx.dynamo import Switch, compile_apart, own_code
-from gact_fx.eager_regions import EagerRegions
+from gact_fx.diagnostics.report import Report
+from gact_fx.graphs.dynamo import Switch, compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.plan import Plan, model_fingerprint
-from gact_fx.profile import LossFunction, default_loss, modules_of, profile_batches, unchanged
-from gact_fx.recorder import Recorder
-from gact_fx.report import Report
-from gact_fx.session import Session, log
+from gact_fx.profiling.recorder import Recorder
+from gact_fx.training.backend import Backend, Training, profiling_backend, uncompressed
+from gact_fx.training.ranks import Ranks, unwrapped, without_sync
+from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
+from gact_fx.training.session import Session, log
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 _ATTRIBUTE = "_gact_fx_session"
@@ -107,7 +107,7 @@ def inspect(model: Callable[..., Any]) -> Report:
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
-    if isinstance(model, nn.Module) and not isinstance(unwrapped(model)._compiled_call_impl, Switch):
+    if isinstance(model, nn.Module) and not isinstance(compiled_call(unwrapped(model)), Switch):
         note = (
             "this copy of a compiled model is not compiled: gact_fx.compile(copy, plan=gact_fx.inspect(copy).plan) "
             "has it run as the original does"
@@ -127,7 +127,7 @@ class _Target:
         self.model: Any
         if isinstance(model, nn.Module):
             self.model = model
-            self._before = self._original._compiled_call_impl
+            self._before = compiled_call(self._original)
             self._session_before = getattr(model, _ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
@@ -142,9 +142,7 @@ class _Target:
         self._generation += 1
         function = self._original
         if isinstance(self._original, nn.Module):
-            # What nn.Module.compile does, but through a function of ours: Dynamo skips frames inside torch.nn, so that
-            # compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
-            function = own_code(self._original._call_impl)
+            function = own_call(self._original)
         options: dict[str, Any] = {"dynamic": self._config.dynamic, "fullgraph": self._config.fullgraph}
         if isinstance(backend, str):
             options["options"] = self._config.inductor_patches or None
@@ -154,7 +152,7 @@ class _Target:
         """Have the model run ``compiled``, from its next call on."""
         self._switch.use(compiled if self._regions is None else self._regions.around(compiled))
         if isinstance(self._original, nn.Module):
-            self._original._compiled_call_impl = self._switch  # type: ignore[assignment, unused-ignore]
+            set_compiled_call(self._original, self._switch)
         else:
             self.model.compiled = self._switch
 
@@ -169,16 +167,17 @@ class _Target:
             yield self._original
             return
         # The module in DDP, not DDP: what is compared here is one rank's gradients.
-        compiled, self._original._compiled_call_impl = self._original._compiled_call_impl, self._before
+        compiled = compiled_call(self._original)
+        set_compiled_call(self._original, self._before)
         try:
             yield self._original
         finally:
-            self._original._compiled_call_impl = compiled
+            set_compiled_call(self._original, compiled)
 
     def restore(self) -> None:
         """The model as it was before compile()."""
         if isinstance(self._original, nn.Module):
-            self._original._compiled_call_impl = self._before
+            set_compiled_call(self._original, self._before)
             if self._session_before is None:
                 object.__delattr__(self.model, _ATTRIBUTE)
             else:

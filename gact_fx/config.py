@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gact_fx.codec_layout import ROUNDINGS
+from gact_fx.codec.layout import ROUNDINGS
 
 INNER_COMPILERS = ("inductor", "eager")
 FUSE = ("auto", "on", "off")
@@ -186,13 +186,13 @@ class Config:
             raise ValueError(f"gact_fx.compile: mode must be None or one of {MODES}, got {self.mode!r}")
         if self.inductor_options is not None:
             # Slow to import, and seldom needed.
-            from torch._inductor import list_options
+            from gact_fx.graphs.compilers import inductor_options
 
             if not isinstance(self.inductor_options, Mapping):
                 given = self.inductor_options
                 raise ValueError(f"gact_fx.compile: inductor_options must map options to values, got {given!r}")
             # The partitioner is ours.
-            known = set(list_options()) - {"custom_partitioner_fn"}
+            known = inductor_options() - {"custom_partitioner_fn"}
             for name in self.inductor_options:
                 if name not in known:
                     raise ValueError(
@@ -205,21 +205,9 @@ class Config:
         """What ``mode`` and ``inductor_options`` change in Inductor's configuration."""
         if self.mode is None:
             return dict(self.inductor_options or {})
-        from torch._inductor import list_mode_options
+        from gact_fx.graphs.compilers import inductor_mode
 
-        return {**list_mode_options(self.mode), **(self.inductor_options or {})}
-
-    @property
-    def shares_codes(self) -> bool:
-        """Whether graphs that hold the same activation may hold the same codes of it.
-
-        Not where these are moved to host memory, nor where a graph's results lie at fixed places (CUDA graphs).
-        """
-        if self.swap or self.inner != "inductor":
-            return not self.swap
-        from torch._inductor import config as inductor
-
-        return not self.inductor_patches.get("triton.cudagraphs", inductor.triton.cudagraphs)
+        return {**inductor_mode(self.mode), **(self.inductor_options or {})}
 
     @classmethod
     def from_level(cls, level: str, **overrides: Any) -> Config:

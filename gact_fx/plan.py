@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gact_fx.codec_layout import BFLOAT16_BITS, check_rounding
+from gact_fx.codec.layout import BFLOAT16_BITS, check_rounding
 from gact_fx.records import Eligibility, SavedTensor, Sensitivity
 
 FORMAT = 2
@@ -23,8 +23,6 @@ class TensorPlan:
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: stochastic rounding in groups of 256 adds
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
-    ``shared``: others hold the same activation, and have the same decision, seed included, so that its codes are stored
-    once.
     ``merged``: the codes tell the mask `Eligibility.merges` as well.
     """
 
@@ -34,7 +32,6 @@ class TensorPlan:
     sensitivity: float | None
     rounding: str = "stochastic"
     group_size: int = 256
-    shared: bool = False
     merged: bool = False
 
     def __post_init__(self) -> None:
@@ -142,7 +139,8 @@ class Plan:
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:
-    tensors = tuple(TensorPlan(**tensor) for tensor in data["tensors"])
+    # Plans of version 0.1 say whether a tensor shared its codes with others.
+    tensors = tuple(TensorPlan(**{k: v for k, v in tensor.items() if k != "shared"}) for tensor in data["tensors"])
     return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]), data["runs"])
 
 

@@ -15,14 +15,10 @@ KEEP, QUANTIZE, MASK, PACK, ALIAS, DROP = "keep", "quantize", "mask", "pack", "a
 
 @dataclass(frozen=True)
 class Boundary:
-    """In the memory of which of forward's inputs, or of what it returns to the caller, a saved tensor lies.
-
-    ``is_view``: it is not that tensor, nor all of it in the same order.
-    """
+    """In the memory of which of forward's inputs, or of what it returns to the caller, a saved tensor lies."""
 
     is_input: bool
     position: int
-    is_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,6 @@ class Eligibility:
     def is_compressed(self) -> bool:
         return self.encoding != KEEP
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the codes are of the tensor itself, with nothing beside them."""
-        return not (self.masks or self.instead or self.standardization)
-
 
 @dataclass(frozen=True)
 class GraphAnalysis:
@@ -129,20 +120,6 @@ class GraphAnalysis:
         return [
             (t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values
         ]
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """An activation that several graphs, runs of a graph, or a graph and eager PyTorch hold for backward.
-
-    ``name`` is the same for all tensors of graphs that are to have its code; ``stored`` counts how many different
-    activations these are in a training step, each of which is stored once. ``min_bits``: with fewer than that, eager
-    PyTorch would store codes of its own beside them.
-    """
-
-    name: str
-    stored: int
-    min_bits: int = 1
 
 
 @dataclass(frozen=True)

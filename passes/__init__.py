@@ -31,59 +31,6 @@
 
 1 to 5 and 9 to 13 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
 training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10, 12 and 13 edit graphs, and
-``share_softmax`` the joint one. ``gact_fx.driver`` runs those on
+``share_softmax`` the joint one. ``gact_fx.training.rewrite`` runs those on
 graph pairs, times them, and keeps the graphs' text before and after each edit.
 """
-
-from gact_fx.passes.allocate_bits import Choice, allocate_bits, fewest_bytes
-from gact_fx.passes.bound_indices import index_limit
-from gact_fx.passes.choose_products import choose_products
-from gact_fx.passes.cut_backward import cut_backward
-from gact_fx.passes.decide_eligibility import decide_eligibility
-from gact_fx.passes.defer_recomputation import defer_recomputation
-from gact_fx.passes.expose_decisions import expose_decisions
-from gact_fx.passes.find_crossings import find_crossings
-from gact_fx.passes.find_masks import find_masks
-from gact_fx.passes.find_saved_tensors import find_saved_tensors
-from gact_fx.passes.find_substitutes import find_substitutes
-from gact_fx.passes.fuse_codec import fuse_codec
-from gact_fx.passes.insert_compression import insert_compression
-from gact_fx.passes.list_choices import Item, list_choices
-from gact_fx.passes.mark_recomputation import mark_recomputation
-from gact_fx.passes.measure_adjoint import measure_adjoint
-from gact_fx.passes.measure_rounding import RoundingMeter, step_variance
-from gact_fx.passes.measure_sensitivity import measure_sensitivity
-from gact_fx.passes.recompute_attention import recompute_attention
-from gact_fx.passes.share_softmax import share_softmax
-from gact_fx.passes.swap_codes import swap_codes
-from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
-
-__all__ = [
-    "Choice",
-    "GraphVerificationError",
-    "Item",
-    "RoundingMeter",
-    "allocate_bits",
-    "choose_products",
-    "cut_backward",
-    "decide_eligibility",
-    "defer_recomputation",
-    "expose_decisions",
-    "fewest_bytes",
-    "find_crossings",
-    "find_masks",
-    "find_saved_tensors",
-    "find_substitutes",
-    "fuse_codec",
-    "index_limit",
-    "insert_compression",
-    "list_choices",
-    "mark_recomputation",
-    "measure_adjoint",
-    "measure_sensitivity",
-    "recompute_attention",
-    "share_softmax",
-    "step_variance",
-    "swap_codes",
-    "verify_graphs",
-]

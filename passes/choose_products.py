@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from gact_fx.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.operators import OpOverload
 from gact_fx.passes.find_substitutes import bends_without_bound
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.records import QUANTIZE, GraphAnalysis
@@ -96,7 +97,7 @@ def _region(source: fx.Node, saved: dict[fx.Node, str]) -> tuple[list[fx.Node], 
 
 def _flops(node: fx.Node) -> int:
     """Floating-point operations of a matrix product, convolution or attention; 0 for anything else."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return 0
     values = [i.meta.get("val") for i in node.all_input_nodes]
     tensor: Any = next((value for value in values if isinstance(value, torch.Tensor)), None)

@@ -9,8 +9,9 @@ from operator import getitem
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
-from gact_fx.codec_layout import SOURCE_DTYPES
+from gact_fx.codec.layout import SOURCE_DTYPES
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.sizes import SizeBuilder, hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_standardizations import find_standardizations
@@ -27,7 +28,6 @@ from gact_fx.records import (
     GraphAnalysis,
     SavedTensor,
 )
-from gact_fx.symbolic import SizeBuilder, hint
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ blob instead, what remains would be decompressed long before it is needed, many 
 
 from __future__ import annotations
 
-from gact_fx.aot import GraphPair
-from gact_fx.graph_edit import dependents
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import dependents
 
 
 def defer_recomputation(pair: GraphPair) -> GraphPair:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
-from gact_fx.graph_edit import add_call, dependents
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call, dependents
 
 aten = torch.ops.aten
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
-from gact_fx.symbolic import have_same_shape
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of
+from gact_fx.graphs.sizes import have_same_shape
 
 aten = torch.ops.aten
 
@@ -167,17 +168,17 @@ def is_known(node: fx.Node) -> bool:
     """Whether ``node`` calls an operator of PyTorch's own, or one of these by way of a higher-order operator, or one of
     the few others whose code was read.
     """
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        inner = [x for x in node.args if isinstance(x, torch._ops.OpOverload)]
+    if isinstance(node.target, HigherOrderOperator):
+        inner = [x for x in node.args if isinstance(x, OpOverload)]
         return bool(inner) and all(operator.namespace in _KNOWN_NAMESPACES for operator in inner)
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _KNOWN_NAMESPACES:
+    if not isinstance(node.target, OpOverload) or node.target.namespace in _KNOWN_NAMESPACES:
         return True
     return str(node.target) in _KNOWN_OPERATORS
 
 
 def _decisive_inputs(node: fx.Node) -> list[fx.Node]:
     """What ``node``, which has steps, may decide by: not the gradient, in which every backward formula is linear."""
-    is_formula = getattr(node.target, "_opname", "").endswith("_backward")
+    is_formula = name_of(node.target).endswith("_backward")
     return [i for i in node.all_input_nodes if not (is_formula and i is node.args[0] and i not in node.args[1:])]
 
 

@@ -9,9 +9,10 @@ from operator import getitem as _getitem
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair, SavedValue
+from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.sizes import hint, is_symbolic
+from gact_fx.graphs.tensors import storage_key
 from gact_fx.records import Boundary, SavedTensor
-from gact_fx.symbolic import hint, is_same, is_symbolic
 
 
 def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
@@ -24,11 +25,11 @@ def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
     for node in pair.forward.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.name not in pair.upstream_inputs:
-            owners[_storage_key(value)] = "parameter" if node.name in pair.static_inputs else "caller"
+            owners[storage_key(value)] = "parameter" if node.name in pair.static_inputs else "caller"
     for output in pair.forward_outputs[: pair.num_user_outputs]:
         value = output.meta.get("val") if isinstance(output, fx.Node) else None
         if isinstance(value, torch.Tensor):
-            owners.setdefault(_storage_key(value), "output")
+            owners.setdefault(storage_key(value), "output")
     counts: Counter[str] = Counter()
     records = []
     for value in pair.saved_values():
@@ -44,7 +45,7 @@ def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owne
     module = _module_path(_producer(saved.source))
     if not isinstance(value, torch.Tensor):
         return SavedTensor(saved.name, key, op, module, (), (), None, -1, 0, "symbol")
-    storage = _storage_key(value)
+    storage = storage_key(value)
     return SavedTensor(
         name=saved.name,
         key=key,
@@ -66,37 +67,9 @@ def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
     found = [(Boundary(True, i), node) for i, node in inputs if node.name in pair.upstream_inputs]
     results = enumerate(pair.forward_outputs[: pair.num_user_outputs])
     found += [(Boundary(False, i), node) for i, node in results if isinstance(node, fx.Node)]
-    value = saved.meta["val"]
-    same_memory = [
-        (boundary, node)
-        for boundary, node in found
-        if isinstance(node.meta.get("val"), torch.Tensor) and _storage_key(node.meta["val"]) == _storage_key(value)
-    ]
-    for boundary, node in same_memory:
-        if _producer(node) is _producer(saved) or _is_same_in_rows(node.meta["val"], value):
-            return boundary
-    return replace(same_memory[0][0], is_view=True) if same_memory else None
-
-
-def _is_same_in_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one storage are the same elements in the same order, row by row."""
-    # Hints of different numbers may be equal by chance.
-    same_dtype_and_start = a.dtype is b.dtype and is_same(a.storage_offset(), b.storage_offset())
-    return same_dtype_and_start and is_same(a.numel(), b.numel()) and _lies_in_rows(a) and _lies_in_rows(b)
-
-
-def _lies_in_rows(value: torch.Tensor) -> bool:
-    count: int | torch.SymInt = 1
-    for size, step in reversed(list(zip(value.shape, value.stride(), strict=True))):
-        if not is_same(size, 1) and not is_same(step, count):
-            return False
-        count *= size
-    return True
-
-
-def _storage_key(value: torch.Tensor) -> int:
-    key: int = value.untyped_storage()._cdata
-    return key
+    key = storage_key(saved.meta["val"])
+    memory = ((where, node.meta.get("val")) for where, node in found)
+    return next((where for where, x in memory if isinstance(x, torch.Tensor) and storage_key(x) == key), None)
 
 
 def _producer(node: fx.Node) -> fx.Node:

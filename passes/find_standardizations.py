@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.sizes import have_same_shape, hint
 from gact_fx.records import Standardization
-from gact_fx.symbolic import have_same_shape, hint
 
 aten = torch.ops.aten
 _VIEWS = (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair
 from gact_fx.passes.find_masks import derivable_nodes, is_known
 from gact_fx.passes.recompute_attention import recomputes
 

@@ -1,7 +1,7 @@
 """Spell compress and decompress out in PyTorch operations, so that Inductor fuses them with their neighbours.
 
 A decompression then melts into the kernels that read its values, a compression into the one that makes them. The
-operations are those of the reference (`gact_fx.reference`). The compiled operators read and write each tensor once;
+operations are those of `gact_fx.codec.reference`. The compiled operators read and write each tensor once;
 what is fused is computed anew wherever it is read. Which is faster is for measurement to say
 (``benchmarks/kernels.py``); `gact_fx.config.Config.fuse` chooses.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gact_fx import reference
-from gact_fx.aot import GraphPair
+from gact_fx.codec import reference
+from gact_fx.graphs.aot import GraphPair
 
 _SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.gact_fx.compress.default: reference.compress_whole,

@@ -8,26 +8,22 @@ backward, so that the values live as briefly as they can.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from gact_fx import ops, shared_codes  # noqa: F401  (register torch.ops.gact_fx)
-from gact_fx.accounting import shares
-from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.graph_edit import add_call, latest
+from gact_fx.codec import operators  # noqa: F401  (register torch.ops.gact_fx)
+from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.edit import add_call, latest
 from gact_fx.passes.insert_decompression import MASK_CODEC, Decompressions, replace_reads
 from gact_fx.passes.merge_masks import mark_stopped, without_merged
 from gact_fx.passes.standardize import resolve, standardize
 from gact_fx.plan import GraphPlan, TensorPlan
 from gact_fx.records import ALIAS, DROP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis
-from gact_fx.symbolic import have_same_shape
 
 aten = torch.ops.aten
 compress = torch.ops.gact_fx.compress.default
-compress_once = torch.ops.gact_fx.compress_once.default
 convert = torch.ops.prims.convert_element_type.default
 
 
@@ -55,8 +51,7 @@ def insert_compression(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan
         elif how.encoding == QUANTIZE:
             entry = entries[tensor.key]
             if entry.bits is not None:
-                crossing = pair.boundary(tensor.boundary) if tensor.boundary and shares(tensor, how, entry) else None
-                editor.save_codes(value, how, entry, aliases.get(how.name, []), crossing)
+                editor.save_codes(value, how, entry, aliases.get(how.name, []))
             elif how.instead:
                 editor.save_instead(value, how)
     editor.finish()
@@ -75,15 +70,7 @@ class _Editor:
         self._mask_edits: list[Callable[[], None]] = []
         self._value_edits: list[Callable[[], None]] = []
 
-    def save_codes(
-        self,
-        value: SavedValue,
-        how: Eligibility,
-        plan: TensorPlan,
-        aliases: list[SavedValue],
-        crossing: fx.Node | None = None,
-    ) -> None:
-        """``crossing``: forward's input or result that others hold as well, of which they have the same codes."""
+    def save_codes(self, value: SavedValue, how: Eligibility, plan: TensorPlan, aliases: list[SavedValue]) -> None:
         merged = self._backward[how.merges] if plan.merged else None
         if merged is not None:
             how = without_merged(how)
@@ -98,17 +85,9 @@ class _Editor:
         if merged is not None:
             source = mark_stopped(source, self._derive(merged), self._add_forward)
         codec = (plan.bits, plan.group_size, plan.seed)
-        if crossing is not None:
-            order = list(how.order)
-            if not have_same_shape(crossing.meta["val"], original):
-                # Where the tensor is another view of it, both lie in memory row by row.
-                order = list(range(crossing.meta["val"].dim()))
-                how = replace(how, order=tuple(range(original.dim())))
-            blob = self._add_forward(compress_once, (crossing, *codec, order, plan.rounding), f"{value.name}_blob")
-        else:
-            dense = self._in_order(source, how.order)
-            dense = self._laid_out(dense, source) if is_computed else dense
-            blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
+        dense = self._in_order(source, how.order)
+        dense = self._laid_out(dense, source) if is_computed else dense
+        blob = self._add_forward(compress, (dense, *codec, mask, plan.rounding), f"{value.name}_blob")
         views = [(alias, alias.source.meta["val"]) for alias in aliases]
         for saved in (value, *aliases):
             self._pair.replace_saved(saved, blob)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx import ops  # noqa: F401  (register torch.ops.gact_fx)
-from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.graph_edit import add_call, restored
+from gact_fx.codec import operators  # noqa: F401  (register torch.ops.gact_fx)
+from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.edit import add_call, restored
+from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.merge_masks import fill_stopped, find_stopped
 from gact_fx.passes.standardize import resolve, unstandardize
 from gact_fx.records import Eligibility
-from gact_fx.symbolic import SizeBuilder
 
 aten = torch.ops.aten
 decompress = torch.ops.gact_fx.decompress.default

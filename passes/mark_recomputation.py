@@ -18,9 +18,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of
+from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_masks import is_discontinuous, is_known
 from gact_fx.passes.share_softmax import is_exp_of_bent
-from gact_fx.symbolic import hint
 
 aten = torch.ops.aten
 
@@ -78,12 +79,12 @@ def is_cheap(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or _draws(node) or is_discontinuous(node) or not is_known(node):
         return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):  # getitem, or arithmetic of sizes
+    if not isinstance(node.target, OpOverload):  # getitem, or arithmetic of sizes
         return True
     if node.target.namespace == "prims":
-        return node.target._opname in _CHEAP_PRIMS
+        return name_of(node.target) in _CHEAP_PRIMS
     return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _CHEAP
 
 

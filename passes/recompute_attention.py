@@ -13,8 +13,8 @@ from operator import getitem
 import torch
 from torch import fx
 
-from gact_fx.aot import GraphPair
-from gact_fx.graph_edit import add_call
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call
 
 aten = torch.ops.aten
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

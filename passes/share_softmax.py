@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from gact_fx.graph_edit import add_call
-from gact_fx.symbolic import hint
+from gact_fx.graphs.edit import add_call
+from gact_fx.graphs.sizes import hint
 
 aten = torch.ops.aten
 # What a derivative does not read its argument for.

@@ -13,9 +13,9 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from gact_fx import swap_ops  # noqa: F401  (registers its operators)
-from gact_fx.aot import GraphPair, SavedValue
-from gact_fx.graph_edit import add_call
+from gact_fx.codec import host_copies  # noqa: F401  (registers its operators)
+from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.edit import add_call
 
 compress = torch.ops.gact_fx.compress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx import shared_codes, swap_ops  # noqa: F401  (register their operators)
-from gact_fx.aot import GraphPair
+from gact_fx.codec import host_copies  # noqa: F401  (register their operators)
+from gact_fx.graphs.aot import GraphPair
 
-compressions = (torch.ops.gact_fx.compress.default, torch.ops.gact_fx.compress_once.default)
+compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
 
@@ -55,7 +55,7 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
         blob, held = value.source, value.placeholder
         if blob.target is to_host:
             blob, held = blob.all_input_nodes[0], _fetched(value.placeholder)
-        if blob.target in compressions:
+        if blob.target is compress:
             readers = {user.name for user in held.users if user.target not in (decompress, arrive)}
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
             blobs[held] = blob

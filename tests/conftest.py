@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from gact_fx.aot import GraphPair, partition
 from gact_fx.config import Config
-from gact_fx.driver import Driver
-from gact_fx.inner import compile_pair
+from gact_fx.graphs.aot import GraphPair, partition
+from gact_fx.graphs.compilers import compile_pair
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.records import Eligibility, GraphAnalysis
+from gact_fx.training.rewrite import Driver
 
 Trace = Callable[..., GraphPair]
 

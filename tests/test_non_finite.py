@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import gact_fx
-from gact_fx.profile import _Spread
-from gact_fx.saved_tensors import compressed_saved_tensors
+from gact_fx.codec.packed_tensors import compressed_saved_tensors
+from gact_fx.training.sample_batches import _Spread
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 BAD = X.clone()

@@ -1,4 +1,4 @@
-// How codes are laid out in bytes; gact_fx/packing.py states the same.
+// How codes are laid out in bytes; gact_fx/codec/packing.py states the same.
 //
 // A code is split into planes of 4, 2 and 1 bits (or one of 8), low bits first. In a plane of `Width` bits, byte j
 // holds elements j, j + stride, j + 2 * stride, ... from its low bits upwards: no shuffles. Group sizes are template

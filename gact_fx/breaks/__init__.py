@@ -1,0 +1,1 @@
+"""What eager PyTorch saves for backward between compiled graphs, and what it does to gradients there."""

@@ -1,0 +1,1 @@
+"""The storage format: codes, their arithmetic and layout in bytes, and the operators that write and read them."""

@@ -1,0 +1,169 @@
+"""The two operators, ``gact_fx::compress`` and ``gact_fx::decompress``: schemas, fakes, implementations.
+
+Both are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
+element's index and its group's metadata. They have no autograd formula, since they are put into graphs that were
+differentiated already. PyTorch code (`gact_fx.codec.reference`) serves every device; the extension ``gact_fx._C``
+overrides it with kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the extension unloaded.
+"""
+
+import importlib
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from gact_fx.codec import reference
+from gact_fx.codec.layout import blob_nbytes, check_compress, check_decompress
+from gact_fx.graphs.operators import has_kernel
+
+__all__ = ["compress", "decompress", "has_compiled_kernels"]
+
+# Elements are read and written in logical row-major order, whatever the strides: a layout that the compiler chose
+# differently from what it traced can cost a copy, never correctness. Hence no fixed stride order.
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
+
+_SCHEMAS = (
+    'compress(Tensor x, int bits, int group_size, int seed, Tensor? mask=None, str rounding="stochastic") -> Tensor',
+    "decompress(Tensor blob, SymInt[] size, ScalarType dtype, int bits, int group_size, int seed=0, "
+    'str rounding="stochastic") -> Tensor',
+)
+
+_library = torch.library.Library("gact_fx", "DEF")
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=_TAGS)
+for _implementation in (reference.compress, reference.decompress):
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")
+
+
+def _compress_fake(
+    x: torch.Tensor,
+    bits: int,
+    group_size: int,
+    seed: int,
+    mask: torch.Tensor | None = None,
+    rounding: str = "stochastic",
+) -> torch.Tensor:
+    check_compress(x, bits, group_size, mask, rounding)
+    mask_numel = 0 if mask is None else mask.numel()
+    return x.new_empty((blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel),), dtype=torch.uint8)
+
+
+def _decompress_fake(
+    blob: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    seed: int = 0,
+    rounding: str = "stochastic",
+) -> torch.Tensor:
+    check_decompress(blob, size, dtype, bits, group_size, rounding)
+    return blob.new_empty(size, dtype=dtype)
+
+
+torch.library.register_fake("gact_fx::compress", _compress_fake, lib=_library)
+torch.library.register_fake("gact_fx::decompress", _decompress_fake, lib=_library)
+
+
+def _load_extension() -> None:
+    if os.environ.get("GACT_FX_NO_EXT") == "1":
+        return
+    try:
+        importlib.import_module("gact_fx._C")
+    except ModuleNotFoundError:
+        pass  # it is optional
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"gact_fx: the extension gact_fx._C does not load, so the slow PyTorch implementation serves; "
+            f"rebuild it against torch {torch.__version__}: {error}",
+            stacklevel=2,
+        )
+
+
+_load_extension()
+
+
+def has_compiled_kernels(device_type: str) -> bool:
+    """Return whether both operators have compiled kernels for a device type such as ``"cpu"`` or ``"cuda"``.
+
+    Without them the PyTorch implementation serves: same results bit by bit, many times slower.
+    """
+    return all(has_kernel(f"gact_fx::{op}", device_type) for op in ("compress", "decompress"))
+
+
+def compress(
+    x: torch.Tensor,
+    bits: int,
+    group_size: int = 256,
+    seed: int = 0,
+    mask: torch.Tensor | None = None,
+    rounding: str = "stochastic",
+) -> torch.Tensor:
+    """Quantize a tensor to a few bits per element, within groups of neighbours, into one blob of bytes.
+
+    The expectation of what `decompress` returns is ``x``, over seeds, unless rounding is to nearest. Groups are taken
+    in row-major order. A group that is constant comes back exactly (-0.0 as +0.0), and but for dither so does the
+    minimum of any group of normal numbers. NaN and infinities come back where they went in, except that one bit per
+    element has no room for two kinds of them in a group, which then all come back as NaN.
+
+    Biased are: finite values where the kinds leave a single finite level (they come back as their group's minimum);
+    values that would decode beyond the dtype's largest, and are clamped to it; and what is decoded into 16 bits, by up
+    to half a unit in its last place (at 8 bits of bfloat16 an element's bias is 0.15 of its noise, in the mean; below
+    7 bits it drowns). Positions between codes are resolved to 2^-22 steps.
+
+    Args:
+        x: float32, bfloat16, float16 or float64 of any shape and strides; or a mask (bool, or uint8 at one bit, whose
+            nonzero elements are true) or integers in [0, 2^bits), which are packed exactly.
+        bits: width of a code, 1 to 8. For float32 also 16: bfloat16, rounded without bias, non-finite values kept.
+            For a mask 1, for integers 1 to 16.
+        group_size: elements that share a minimum and a step, a power of two from 32 to 1024; ignored for integers.
+        seed: 64 bits that the noise depends on; ignored for integers.
+        mask: bool or uint8 of any shape on the same device, packed behind the codes at one bit per element.
+        rounding: ``"stochastic"``, of variance step^2 p (1 - p) for a value that lies p steps above a code;
+            ``"dither"``, subtractive dither, of variance step^2 / 12 for every value but those of constant groups, not
+            for 16 bits; or ``"nearest"``, biased, for debugging. Ignored for integers.
+
+    Returns:
+        1-D uint8 tensor of `gact_fx.codec.layout.blob_nbytes` elements.
+
+    Raises:
+        ValueError: ``bits``, ``group_size``, ``rounding`` or a dtype is not one of the above, the devices differ, or
+            (on the CPU; elsewhere a device-side assertion) integers lie outside their range.
+
+    Sources: ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) for per-group stochastic quantization;
+    subtractive dither: Schuchman, "Dither Signals and Their Effect on Quantization Noise" (1964).
+    """
+    blob: torch.Tensor = torch.ops.gact_fx.compress.default(x, bits, group_size, seed, mask, rounding)
+    return blob
+
+
+def decompress(
+    blob: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int = 256,
+    seed: int = 0,
+    rounding: str = "stochastic",
+) -> torch.Tensor:
+    """Return the tensor that a blob of `compress` stands for, or the mask at its end.
+
+    Args:
+        blob: 1-D uint8, from `compress`.
+        size: shape of the tensor that was compressed; any shape with as many elements will do.
+        dtype: dtype of the tensor that was compressed; bool, or uint8 with ``bits`` 1, reads the mask at the end of
+            the blob, as true or false, ones or zeros.
+        bits: as for `compress`; ignored for bool.
+        group_size: as for `compress`; ignored for integers.
+        seed: as for `compress`; only dither reads it.
+        rounding: as for `compress`.
+
+    Returns:
+        A new contiguous tensor of the given size and dtype.
+
+    Raises:
+        ValueError: an argument is not one of the above, or the blob is too short for the size.
+    """
+    result: torch.Tensor = torch.ops.gact_fx.decompress.default(blob, size, dtype, bits, group_size, seed, rounding)
+    return result

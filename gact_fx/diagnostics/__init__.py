@@ -1,0 +1,1 @@
+"""What users are told: what was rewritten, and how far the gradient is off."""

@@ -1,0 +1,250 @@
+"""``gact_fx.measure_gradient_error``: bias and variance of the compressed gradient, against the exact one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gact_fx.api import _ATTRIBUTE
+from gact_fx.diagnostics.gradient_error import GradientError
+from gact_fx.diagnostics.gradient_moments import GradientMoments, total
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.compilers import Compiled, boxed
+from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call, without_recompile_limits
+from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.profiling.recorder import Recorder
+from gact_fx.records import GraphAnalysis
+from gact_fx.training.backend import Backend
+from gact_fx.training.sample_batches import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
+from gact_fx.training.session import GraphRecord, Session
+
+_WHO = "gact_fx.measure_gradient_error"
+# Where the seed stands among the arguments.
+_SEEDS: dict[Any, int] = {
+    torch.ops.gact_fx.compress.default: 3,
+    torch.ops.gact_fx.decompress.default: 5,
+}
+# Losses of one batch may differ by this share: operators that add up in any order (atomics on a GPU).
+_SAME_LOSS = 1e-3
+
+
+def measure_gradient_error(
+    model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None = None, *, draws: int = 8
+) -> GradientError:
+    """Compare the gradients that ``model`` trains with to exact ones, batch by batch; changes nothing about ``model``.
+
+    Of every batch the exact gradient is computed once and the compressed one ``draws`` times, each time with other
+    rounding noise, and all of them with the same dropout masks, buffers and parameters. The graphs are those of
+    training, run operator by operator. In memory are a few gradients, in float64, and not all draws.
+
+    Args:
+        model: a module compiled by ``gact_fx.compile`` that has a plan; measured in the mode (train or eval) it is in.
+        batches: batches to measure on; two or more give the variance from batch to batch.
+        loss_fn: as for ``gact_fx.compile``. It must draw its random numbers from torch.
+        draws: compressed gradients per batch, at least 2.
+
+    Raises:
+        ValueError: ``model`` was not compiled, has no plan, or is compiled without compression; ``draws`` out of range;
+            no batches, or one that the model rejects; a loss that is not a scalar, has no gradient, or is another at
+            each call.
+    """
+    session = _session(model)
+    if not isinstance(draws, int) or isinstance(draws, bool) or draws < 2:
+        raise ValueError(f"{_WHO}: draws must be a whole number of at least 2, got {draws!r}; a variance takes two")
+    loss_fn = loss_fn or default_loss
+    twin = _Twin(session)
+    switch = _Switch(twin)
+    sums = {name: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
+    modules = [model, *modules_of(loss_fn)]
+    count = 0
+    with unchanged(modules), _in_place(model, Backend(twin, interpreted=True, recorder=switch)):
+        for count, batch in enumerate(_iterate(batches), start=1):
+            seed = int(torch.randint(2**62, ()))
+            losses = []
+            for draw in range(draws + 1):
+                # Draw 0 is exact. Each batch draws other noise than the others, so that errors are independent.
+                switch.draw = (count - 1) * draws + draw if draw else 0
+                with unchanged(modules):
+                    torch.manual_seed(seed)
+                    loss = _loss(loss_fn, model, batch, count - 1)
+                    losses.append(float(loss.detach()))
+                    found = _gradients(loss, model)
+                for name, entry in sums.items():
+                    entry.add(found.get(name), is_exact=draw == 0)
+            _check_losses(losses, count - 1)
+            for entry in sums.values():
+                entry.finish_batch()
+    if not count:
+        raise ValueError(f"{_WHO}: batches is empty, got no batch; give at least one")
+    if not switch.has_run:
+        raise ValueError(
+            f"{_WHO}: torch.compile captured no graph with a gradient, got nothing to measure; run with "
+            'TORCH_LOGS="graph_breaks" to see why'
+        )
+    reached = [entry for entry in sums.values() if entry.was_reached]
+    predicted = session.plan.variance if session.plan is not None else None
+    return GradientError(tuple(entry.result() for entry in reached), total(reached), count, draws, predicted)
+
+
+class _Twin(Session):
+    """A session for the time of the measurement: rewrites by the plan, and keeps also what it rewrote."""
+
+    def __init__(self, session: Session) -> None:
+        # Fusing and swapping change no value; what runs here are the graphs before them.
+        super().__init__(replace(session.config, fuse="off", swap=False), session.model, session.plan)
+        self.plan_was_given = session.plan_was_given
+        self._exact: list[tuple[GraphPair, GraphPair]] = []
+
+    def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
+        exact = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
+        record = super().rewrite(pair, channels_last)
+        self._exact.append((record.replayable, exact))
+        return record
+
+    def exact(self, rewritten: GraphPair) -> GraphPair:
+        """The graphs that ``rewritten`` was made of."""
+        return next(exact for pair, exact in self._exact if pair is rewritten)
+
+
+class _Switch(Recorder):
+    """Runs the graphs exactly while ``draw`` is 0, and else compressed with the noise of that number."""
+
+    def __init__(self, twin: _Twin) -> None:
+        super().__init__(lambda steps, gradients: None)
+        self.draw = 0
+        self.has_run = False
+        self._twin = twin
+
+    @property
+    def noise(self) -> int:
+        """What the seeds are changed by: 62 bits, so that they stay within 63."""
+        return self.draw * 0x9E3779B97F4A7C15 % 2**62
+
+    def forward(self, run: Compiled, key: int, pair: GraphPair) -> Compiled:
+        return self._either(self._twin.exact(pair).forward, pair.forward)
+
+    def backward(self, run: Compiled, key: int, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
+        return self._either(self._twin.exact(pair).backward, pair.backward, is_backward=True)
+
+    def _either(self, exact: fx.GraphModule, rewritten: fx.GraphModule, is_backward: bool = False) -> Compiled:
+        # Both have the same inputs and outputs, in number and order: only what travels between them differs.
+        run_exact, run_rewritten = GraphInterpreter(exact), _Reseeded(rewritten, self)
+
+        def call(arguments: list[Any]) -> Any:
+            self.has_run |= is_backward
+            return (run_rewritten if self.draw else run_exact).boxed_run(arguments)
+
+        return boxed(call)
+
+
+class _Reseeded(GraphInterpreter):
+    """Runs a rewritten graph with the noise of ``switch``: the same in forward and backward, as dither must have it."""
+
+    def __init__(self, module: fx.GraphModule, switch: _Switch) -> None:
+        super().__init__(module)
+        self._switch = switch
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = _SEEDS.get(target)
+        if position is not None:
+            args = (*args[:position], args[position] ^ self._switch.noise, *args[position + 1 :])
+        return super().call_function(target, args, kwargs)
+
+
+@contextmanager
+def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
+    """``model`` compiled with ``backend``, and afterwards as it was: the running plan, its records, train and eval."""
+    before = compiled_call(model)
+    modes = [(module, module.training) for module in model.modules()]
+    # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
+    # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
+    # torch 2.11 cannot keep apart).
+    set_compiled_call(model, compile_apart(own_call(model), backend))
+    try:
+        with (
+            torch.enable_grad(),
+            without_recompile_limits(),
+        ):
+            yield
+    finally:
+        set_compiled_call(model, before)
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Gradients of the model's parameters by name; leaves that are none of them are left out."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    leaves = [leaf for leaf in leaves_of(loss) if id(leaf) in names]
+    # Not loss.backward(), which would write .grad.
+    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    return {names[id(leaf)]: gradient for leaf, gradient in zip(leaves, found, strict=True)}
+
+
+# ---- What may be wrong ------------------------------------------------------------------------------------------
+
+
+def _session(model: object) -> Session:
+    session, kind = getattr(model, _ATTRIBUTE, None), type(model).__name__
+    if not isinstance(session, Session):
+        raise ValueError(
+            f"{_WHO}: model must be a module compiled by gact_fx.compile, got {kind}, which was not; "
+            "call model = gact_fx.compile(model, sample_batches=...) first"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{_WHO}: model must be a torch.nn.Module, whose parameters have names, got {kind}; compile the module"
+        )
+    if session.config.budget_bits is None:
+        raise ValueError(
+            f"{_WHO}: model must be compiled with compression, got budget_bits=None; its gradient is exact"
+        )
+    if session.plan is None:
+        raise ValueError(
+            f"{_WHO}: model must have a plan, got one without; run a training step, or compile it with sample_batches"
+        )
+    return session
+
+
+def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"{_WHO}: batches must be an iterable of batches, got one {type(batches).__name__}; wrap it in a list"
+        )
+    return iter(batches)
+
+
+def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> torch.Tensor:
+    try:
+        loss = loss_fn(model, batch)
+        _check_loss(loss)
+    except Exception as error:
+        # What Dynamo wraps says more than its wrapping.
+        cause = getattr(error, "inner_exception", error)
+        lines = str(cause).strip().splitlines() or [""]
+        if lines[0].startswith("gact_fx."):
+            # Checks that are shared with compile(), and name it.
+            raise ValueError(f"{_WHO}: {lines[0].partition(': ')[2]}") from error
+        raise ValueError(
+            f"{_WHO}: batch {index} failed, got {type(cause).__name__}: {lines[0]}; every batch must be what "
+            "loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
+        ) from error
+    return loss
+
+
+def _check_losses(losses: list[float], index: int) -> None:
+    """Compression does not touch forward, so that all losses of a batch must be one."""
+    far = [loss for loss in losses if not math.isclose(loss, losses[0], rel_tol=_SAME_LOSS, abs_tol=1e-12)]
+    if not math.isfinite(losses[0]) or far:
+        found = f"{losses[0]:.6g} and then {far[0]:.6g}" if far and math.isfinite(losses[0]) else f"{losses[0]}"
+        raise ValueError(
+            f"{_WHO}: the loss of batch {index} must be finite and the same for equal seeds of torch, got {found}; "
+            "draw random numbers from torch, and keep no state between calls"
+        )

@@ -1,0 +1,211 @@
+"""The boundary with AOTAutograd: the only module that knows its calling convention.
+
+Forward outputs are ``[user outputs…] + saved tensors (version-checked, then not) + opaque + symints``; backward inputs
+are ``symints + saved tensors + opaque + tangents``. The partitioner gives a saved value the same name in both graphs.
+Everyone else sees :class:`GraphPair` and :class:`SavedValue`. Tried with torch 2.11 and 2.13 (descriptors in
+``node.meta["desc"]`` are AOTAutograd's own, and the one private thing used here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from gact_fx.graphs.edit import add_call, dependents
+
+aten = torch.ops.aten
+# Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers
+# that forward leaves as they are; returns whether everything not marked may be recomputed.
+Mark = Callable[[Sequence[fx.Node], frozenset[fx.Node]], bool]
+
+
+@dataclass(frozen=True)
+class GraphPair:
+    """A partitioned forward and backward graph.
+
+    ``num_user_outputs`` counts the forward outputs before the saved values; ``static_inputs`` names the forward
+    placeholders that are parameters or buffers and that forward leaves as they are; ``upstream_inputs`` those that an
+    earlier compiled graph produced (activations that nobody else needs to hold).
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_user_outputs: int
+    static_inputs: frozenset[str]
+    upstream_inputs: frozenset[str]
+
+    @property
+    def forward_outputs(self) -> tuple[Any, ...]:
+        return tuple(self.forward.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def backward_outputs(self) -> tuple[Any, ...]:
+        return tuple(self.backward.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def saved_values(self) -> list[SavedValue]:
+        """What forward hands to backward, in the order of forward's outputs."""
+        saved = list(enumerate(self.forward_outputs))[self.num_user_outputs :]
+        symbols = sum(1 for _, node in saved if isinstance(node.meta["val"], torch.SymInt))
+        slots = self.backward.graph.find_nodes(op="placeholder")
+        # Symbols come last out of forward and first into backward.
+        slots = slots[symbols : len(saved)] + slots[:symbols]
+        return [
+            SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)
+        ]
+
+    def tangents(self) -> frozenset[str]:
+        """Names of the backward placeholders that are not saved by forward: tangents and backward seeds."""
+        count = len(self.forward_outputs) - self.num_user_outputs
+        return frozenset(node.name for node in self.backward.graph.find_nodes(op="placeholder")[count:])
+
+    def tangents_of_outputs(self) -> dict[int, str]:
+        """Forward output position → the backward placeholder with its tangent, for user outputs that have one."""
+        # Graphs whose random operators AOTAutograd has made functional come without descriptions.
+        descriptions = (self.forward.graph.output_node().meta.get("desc") or ())[: self.num_user_outputs]
+        slots = self.backward.graph.find_nodes(op="placeholder")
+        of = {getattr(slot.meta.get("desc"), "output", None): slot.name for slot in slots}
+        return {i: of[d] for i, d in enumerate(descriptions) if d is not None and d in of}
+
+    def gradients_of_inputs(self) -> dict[int, int]:
+        """Backward output position → the forward input whose gradient it is."""
+        slots = self.forward.graph.find_nodes(op="placeholder")
+        of = {slot.meta.get("desc"): position for position, slot in enumerate(slots)}
+        descriptions = self.backward.graph.output_node().meta.get("desc") or ()
+        sources = [getattr(description, "grad_of", None) for description in descriptions]
+        return {i: of[source] for i, source in enumerate(sources) if source is not None and source in of}
+
+    def replace_saved(self, value: SavedValue, replacement: fx.Node) -> None:
+        """Save ``replacement`` instead of ``value.source``, at the same position and in the same slot of backward."""
+        output = self.forward.graph.output_node()
+        outputs = list(self.forward_outputs)
+        outputs[value.position] = replacement
+        if value.source.meta.get("saved_tensor_with_no_vc_check"):
+            replacement.meta["saved_tensor_with_no_vc_check"] = True
+        output.args = (tuple(outputs),)
+        value.placeholder.meta["val"] = replacement.meta["val"]
+        value.placeholder.meta.pop("tensor_meta", None)
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """One value saved for backward.
+
+    ``name`` is its slot: the name of the backward placeholder, which no rewrite changes. ``position`` counts forward's
+    outputs, ``source`` is what forward returns there.
+    """
+
+    name: str
+    position: int
+    source: fx.Node
+    placeholder: fx.Node
+
+
+def partition(
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    upstream: Callable[[int], bool],
+    *,
+    mark: Mark,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    compiler: str = "inductor",
+) -> GraphPair:
+    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)``: whether flat input ``i`` is an activation.
+
+    ``mark`` says before what may be recomputed; where it returns True, everything that it has not forbidden, without
+    the partitioner's own rules of thumb.
+    """
+    import torch._functorch.config as functorch_config
+    from functorch.compile import min_cut_rematerialization_partition
+
+    static = list(static_lifetime_input_indices or ())
+    # The partitioner does this first, too; what is marked should be what it sees.
+    joint.graph.eliminate_dead_code()
+    inputs = joint.graph.find_nodes(op="placeholder")
+    mutated = _mutated_inputs(joint.graph, num_fwd_outputs)
+    copies = [_read_copy(joint.graph, slot) for slot in inputs if slot in mutated]
+    parameters = frozenset(inputs[index] for index in static if index < len(inputs)) - mutated
+    is_free = mark(_before_tangents(joint.graph), parameters)
+    with functorch_config.patch(aggressive_recomputation=is_free):
+        forward, backward = min_cut_rematerialization_partition(
+            joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+        )
+    _forget_unsaved(forward, frozenset(copies))
+    # The partitioner gives an input its name in both graphs.
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    static_names = frozenset(node.name for node in parameters)
+    upstream_names = frozenset(
+        node.name
+        for node in placeholders
+        if node.name not in static_names and (index := _input_index(node)) is not None and upstream(index)
+    )
+    return GraphPair(forward, backward, num_fwd_outputs, static_names, upstream_names)
+
+
+def _before_tangents(joint: fx.Graph) -> list[fx.Node]:
+    """The nodes of the joint graph that do not depend on tangents: forward, and what backward could share with it."""
+    # The partitioner itself tells tangents by this name.
+    depends = dependents(joint, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
+    return [node for node in joint.nodes if node not in depends and node.op != "output"]
+
+
+def _mutated_inputs(joint: fx.Graph, num_fwd_outputs: int) -> frozenset[fx.Node]:
+    """The inputs that are written to by the time backward runs.
+
+    AOTAutograd makes every mutation of an input the last thing that forward does: a ``copy_`` in the graph, or an
+    output that the caller of the graph copies.
+    """
+    inputs = joint.find_nodes(op="placeholder")
+    copies = [node for node in _before_tangents(joint) if node.target is aten.copy_.default]
+    descriptions = (joint.output_node().meta.get("desc") or ())[:num_fwd_outputs]
+    returned = {getattr(description, "mutated_input", None) for description in descriptions} - {None}
+    targets = {node.args[0] for node in copies}
+    return frozenset(node for node in inputs if node in targets or node.meta.get("desc") in returned)
+
+
+def _read_copy(joint: fx.Graph, mutated: fx.Node) -> str:
+    """Have everything read a copy of a mutated input, so that it is the copy that backward gets; the copy's name."""
+    with joint.inserting_after(joint.find_nodes(op="placeholder")[-1]):
+        copy = add_call(joint, aten.clone.default, (mutated,), f"{mutated.name}_before")
+    # Computed again, it would be a copy of what backward finds.
+    copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    copy.meta["ac_graph_id"] = 0
+    mutation = (aten.copy_.default, "output")
+    mutated.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and user.target not in mutation)
+    _move_views(copy)
+    return copy.name
+
+
+def _move_views(copy: fx.Node) -> None:
+    """Give the views of ``copy`` its storage, by which it is told later who holds the memory of a saved tensor."""
+    moved = {copy}
+    for node in copy.graph.nodes:
+        is_view = node.target is getitem or getattr(node.target, "is_view", False)
+        if is_view and not moved.isdisjoint(node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with copy.meta["val"].fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+            moved.add(node)
+
+
+def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
+    """Spare forward the copies of which backward asked for neither themselves nor views."""
+    outputs = [node.meta.get("val") for node in forward.graph.output_node().all_input_nodes]
+    storages = {value.untyped_storage()._cdata for value in outputs if isinstance(value, torch.Tensor)}
+    for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default):
+        if node.name in copies and node.meta["val"].untyped_storage()._cdata not in storages:
+            node.replace_all_uses_with(node.args[0])
+            forward.graph.erase_node(node)
+    forward.recompile()
+
+
+def _input_index(placeholder: fx.Node) -> int | None:
+    """Which of the traced function's flat inputs a forward placeholder is, or None where AOTAutograd made it up."""
+    index = getattr(placeholder.meta.get("desc"), "idx", None)
+    return index if isinstance(index, int) else None

@@ -1,0 +1,73 @@
+"""Runs the operators of a backward graph so that autograd can differentiate them, and says where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gact_fx.graphs.interpreter import GraphInterpreter
+
+# Operators that make a float tensor from the shape of another, and rightly have no derivative.
+_SHAPE_ONLY = ("full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_full", "new_ones", "new_empty")
+
+
+class DifferentiableInterpreter(GraphInterpreter):
+    """A `GraphInterpreter` that calls single nodes and checks their derivatives."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, differentiable=True)
+
+    def call(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], *, doubtful: bool = False
+    ) -> tuple[Any, bool]:
+        """The node's result, and whether autograd can go through it; where not, it is detached.
+
+        ``doubtful``: compute the derivative of every operator to find out, not only of those known for refusing.
+        """
+        run = getattr(self, node.op)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not inputs or not torch.is_grad_enabled():
+            return run(node.target, args, kwargs), True
+        try:
+            result = run(node.target, args, kwargs)
+        except RuntimeError:
+            # Some operators already refuse arguments that require a gradient; any other error comes again.
+            return run(node.target, *tree_map(_detached, (args, kwargs))), False
+        if node.op == "call_function" and _ends_derivative(node, inputs, result, doubtful):
+            return tree_map(_detached, result), False
+        return result, True
+
+
+def has_derivative(x: Any) -> bool:
+    """Whether ``x`` is a tensor of a dtype that autograd differentiates."""
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _ends_derivative(node: fx.Node, inputs: list[torch.Tensor], result: Any, doubtful: bool) -> bool:
+    """Whether autograd cannot go through what was called, or would silently stop there."""
+    values = [x for x in tree_leaves(result) if has_derivative(x)]
+    if any(x.grad_fn is not None and _refuses(x, inputs, doubtful) for x in values):
+        return True
+    return any(not x.requires_grad for x in values) and getattr(node.target, "_opname", "") not in _SHAPE_ONLY
+
+
+def _refuses(result: torch.Tensor, inputs: list[torch.Tensor], doubtful: bool) -> bool:
+    """Whether the derivative of a result cannot be computed, which some operators only say when it is."""
+    assert result.grad_fn is not None
+    name = result.grad_fn.name()
+    if "NotImplemented" in name or "NotSupported" in name:
+        return True
+    if not doubtful and not name.startswith("GeneratedBackwardFor"):
+        return False
+    try:
+        torch.autograd.grad(result, inputs, torch.ones_like(result), retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,130 @@
+"""torch.compile with a backend that changes as training goes on, kept clear of Dynamo's limit of recompilations.
+
+Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
+2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known; so
+are ``torch._dynamo.eval_frame._stance`` and ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint``
+itself tells one backward pass from another.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+_NEVER = 2**20
+Backend = str | Callable[..., Any]
+
+
+def compile_apart(
+    function: Callable[..., Any], backend: Backend, *, generation: int = 1, **options: Any
+) -> Callable[..., Any]:
+    """``torch.compile(function, backend=backend, **options)``, not held back by what was compiled of the same code
+    before.
+
+    Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
+    these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
+    """
+    can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    if can_isolate:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    if can_isolate or generation == 1:
+        return compiled
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        config = torch._dynamo.config
+        with config.patch(recompile_limit=generation * config.recompile_limit):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` behind a code object of its own.
+
+    Dynamo counts recompilations per code object: with one for all models, the ninth would silently not be compiled.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What calling ``module`` runs in the place of its own code, None if it runs that."""
+    found: Callable[..., Any] | None = module._compiled_call_impl
+    return found
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have calls of ``module`` run ``call``, hooks included; None: its own code."""
+    module._compiled_call_impl = call  # type: ignore[assignment, unused-ignore]
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """What ``nn.Module.compile`` compiles, hooks included, through a function of ours: Dynamo skips frames inside
+    torch.nn, so that compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
+    """
+    return own_code(module._call_impl)
+
+
+def without_recompile_limits() -> Any:
+    """Within, Dynamo compiles however often a frame was compiled already."""
+    return torch._dynamo.config.patch(recompile_limit=_NEVER, accumulated_recompile_limit=_NEVER)
+
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """One of torch.compile's backends, as a function."""
+    return cast(Callable[..., Any], torch._dynamo.lookup_backend(name))
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel module that runs forward now, None if there is none."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def is_forced_eager() -> bool:
+    """Whether the caller has asked for eager PyTorch, by ``torch.compiler.set_stance("force_eager")``."""
+    return bool(torch._dynamo.eval_frame._stance.stance == "force_eager")
+
+
+def in_backward() -> bool:
+    """Whether a backward pass calls this: checkpointing runs forward again within it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Switch:
+    """A compiled model that is exchanged for another while it trains: with every plan, and to be profiled again.
+
+    The exchange waits for a call from outside of backward. What checkpointing around the model runs again in backward
+    has to save what it saved the first time.
+    """
+
+    def __init__(self) -> None:
+        self._running: Callable[..., Any] | None = None
+        self._next: Callable[..., Any] | None = None
+
+    def use(self, compiled: Callable[..., Any]) -> None:
+        """Run ``compiled`` from the next call on."""
+        self._next = compiled
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def current(self) -> Callable[..., Any]:
+        """What to run now. Dynamo must not trace the choice."""
+        if self._running is None or not in_backward():
+            self._running = self._next
+        assert self._running is not None
+        return self._running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)

@@ -1,0 +1,38 @@
+"""What PyTorch's registry knows of operators.
+
+Private, tried with torch 2.11 and 2.13: the classes in ``torch._ops`` (public would be a way to ask a node's target
+what it is), ``OpOverload._opname`` and ``_schema``, ``torch._C._dispatch_has_kernel_for_dispatch_key`` and
+``torch._assert_async`` (public would be an assertion that does not wait for the device).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+
+
+def name_of(target: Any) -> str:
+    """An operator's name without namespace and overload, '' of what is none."""
+    return str(getattr(target, "_opname", ""))
+
+
+def returns_alias(target: Any) -> bool:
+    """Whether an operator may return the memory of an argument, as its schema says."""
+    schema = getattr(target, "_schema", None)
+    return any(result.alias_info is not None for result in getattr(schema, "returns", ()))
+
+
+def has_kernel(operator: str, device_type: str) -> bool:
+    """Whether ``operator`` ("namespace::name") has a kernel of its own for a device type, such as "cuda"."""
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, device_type.upper()))
+    except RuntimeError:  # no such dispatch key
+        return False
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Raise ``message`` on the device, some time, where ``condition`` is false."""
+    torch._assert_async(condition, message)

@@ -1,0 +1,41 @@
+"""What tells one tensor's memory from another's.
+
+Private, tried with torch 2.11 and 2.13: ``UntypedStorage._cdata`` (a storage's address as an object; public would be
+a ``storage.id()``), ``Tensor._version`` (what autograd's own check of writes in place reads; it is documented only in
+notes), ``Tensor._is_view`` and ``torch.multiprocessing.reductions.StorageWeakRef``.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+
+# Address, dtype, shape, strides, whether signs are turned (the imaginary part of a conjugate), and version: an operator
+# in place changes the last of these alone. Of what lies in memory row by row, every view that does has the same codes,
+# and so the same identity.
+Identity = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, int]
+
+
+def identity(x: torch.Tensor) -> Identity:
+    """What tells ``x`` from other tensors while its memory is held, but for writes that autograd does not see either
+    (``x.data``, NumPy)."""
+    shape, stride = ((x.numel(),), (1,)) if x.is_contiguous() else (tuple(x.shape), x.stride())
+    return x.data_ptr(), x.dtype, shape, stride, x.is_neg(), x._version
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """The same for all tensors, fake ones too, that share a storage while it lives."""
+    key: int = x.untyped_storage()._cdata
+    return key
+
+
+def version(x: torch.Tensor) -> int:
+    """How often ``x`` was written to in place, as autograd counts."""
+    return x._version
+
+
+def is_plain(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor, of no class of its own, with strides."""
+    return type(x) is torch.Tensor and x.layout is torch.strided

@@ -1,0 +1,144 @@
+"""From sensitivities to a plan: menus, the budget in its three forms, and the warning when it is too tight."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gact_fx.codec.layout import ROUNDINGS
+from gact_fx.config import GROUP_SIZES, Config
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, saved_values, slot_seed
+from gact_fx.planning.accounting import fixed_nbytes
+from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
+from gact_fx.planning.list_choices import Item, list_choices
+from gact_fx.records import GraphAnalysis, Sensitivity
+
+log = logging.getLogger("gact_fx")
+DEFAULT_GROUP = 256
+# Compression variance beyond this share of the minibatch gradient's own is worth a warning.
+NOISE_LIMIT = 0.1
+# Re-planning costs a compilation, and must bring the predicted variance down by this much.
+WORTHWHILE = 0.95
+
+
+@dataclass(frozen=True)
+class GraphTensors:
+    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step."""
+
+    fingerprint: str
+    analysis: GraphAnalysis
+    sensitivities: Mapping[str, Sensitivity]
+    runs: int = 1
+
+
+def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
+    """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
+    slots = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
+    items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in slots]
+    listed = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
+    menus = [[_in_all_runs(c, graph.runs) for c in menu] for (graph, _, _), menu in zip(slots, listed, strict=True)]
+    numel = sum(graph.runs * tensor.numel for graph, tensor, _ in slots)
+    chosen = _choose(menus, graphs, config, minibatch_variance, numel)
+    plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
+    for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
+        value = None if item.sensitivity is None else item.sensitivity.value
+        code = (choice.bits, slot_seed(config.seed, graph.fingerprint, tensor.key), value)
+        plans[graph.fingerprint].append(
+            TensorPlan(tensor.key, *code, choice.rounding, choice.group_size, choice.merged)
+        )
+    plan = Plan(
+        budget_bits=None if _has_other_budget(config) else config.budget_bits,
+        model=model,
+        graphs=tuple(
+            GraphPlan(
+                graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved), graph.runs
+            )
+            for graph in graphs
+        ),
+        recompute=config.recompute,
+        minibatch_variance=minibatch_variance,
+    )
+    if not items or any(item.sensitivity is None for item in items):
+        return plan
+    # Menus overstate what moves the gradient little (`list_choices`); what is said of the plan is as measured.
+    variance = plan.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
+    if variance is None or not math.isfinite(variance):
+        variance = math.fsum(choice.variance for choice in chosen)
+    if minibatch_variance is not None:
+        _warn_of_noise(menus, variance, minibatch_variance, numel)
+    return replace(plan, variance=variance)
+
+
+def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
+    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
+    if plan.choices() == before.choices():
+        return False
+    variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
+    return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
+
+
+def _choose(
+    menus: Sequence[Menu],
+    graphs: Sequence[GraphTensors],
+    config: Config,
+    minibatch_variance: float | None,
+    numel: int,
+) -> list[Choice]:
+    assert config.budget_bits is not None
+    if not config.adaptive:
+        return [_fixed(menu, int(config.budget_bits)) for menu in menus]
+    if config.max_gradient_noise is not None:
+        if minibatch_variance is None:
+            raise ValueError(
+                "gact_fx.compile: max_gradient_noise needs the variance of the minibatch gradient, and this model gave "
+                "none; pass budget_bits instead"
+            )
+        return fewest_bytes(menus, config.max_gradient_noise * minibatch_variance)
+    if config.budget_bytes is not None:
+        fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
+        least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
+        if least > config.budget_bytes:
+            log.warning(
+                "budget_bytes=%d cannot be kept: with every tensor at its least width this model holds %d bytes for "
+                "backward; use recompute='full', a smaller batch, or a larger budget", config.budget_bytes, least,
+            )  # fmt: skip
+        return allocate_bits(menus, config.budget_bytes - fixed)
+    return allocate_bits(menus, config.budget_bits / 8 * numel)
+
+
+def _in_all_runs(choice: Choice, runs: int) -> Choice:
+    """``choice``, of which every run of the graph stores a copy and adds a variance."""
+    return choice if runs == 1 else replace(choice, nbytes=runs * choice.nbytes, variance=runs * choice.variance)
+
+
+def _has_other_budget(config: Config) -> bool:
+    return config.budget_bytes is not None or config.max_gradient_noise is not None
+
+
+def _fixed(menu: Menu, bits: int) -> Choice:
+    """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
+    coded = [choice for choice in menu if choice.bits is not None and choice.bits >= bits and not choice.merged]
+    return min(coded, key=lambda c: (c.bits, c.rounding != "stochastic", abs(c.group_size - DEFAULT_GROUP)))
+
+
+def _roundings(config: Config) -> tuple[str, ...]:
+    return tuple(r for r in ROUNDINGS if r != "nearest") if config.rounding == "auto" else (config.rounding,)
+
+
+def _group_sizes(config: Config) -> tuple[int, ...]:
+    return GROUP_SIZES if config.group_size is None else (config.group_size,)
+
+
+def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
+    if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
+        return
+    nbytes = sum(choice.nbytes for choice in fewest_bytes(menus, NOISE_LIMIT * minibatch_variance))
+    bits = math.ceil(800 * nbytes / numel) / 100
+    log.warning(
+        "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
+        100 * variance / minibatch_variance,
+        100 * NOISE_LIMIT,
+        f"budget_bits={bits:.2f} would bring it back" if bits <= 16 else "no budget_bits would bring it back",
+    )

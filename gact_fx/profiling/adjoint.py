@@ -1,0 +1,274 @@
+"""The derivative of one graph's backward pass with respect to what was saved, in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
+from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
+from gact_fx.plan import slot_seed
+from gact_fx.profiling.cut_backward import Segment, cut_backward
+from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
+from gact_fx.profiling.stopped_elements import StoppedElements
+from gact_fx.profiling.tape import Place, Step
+
+Sources = Mapping[fx.Node, frozenset[Place]]
+# One derivative per probe.
+Slopes = list[torch.Tensor]
+
+
+class Signs:
+    """The random v, drawn where they are needed; those of one leaf are the same wherever parts of its gradient are."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        if value.device not in self._generators:
+            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
+        return _signs(value, self._generators[value.device])
+
+    def of(self, leaf: int, probe: int, value: torch.Tensor) -> torch.Tensor:
+        """For a gradient ``value`` of ``leaf``, or a part of it."""
+        seed = slot_seed(self._seed, f"probe {probe}", f"leaf {leaf}")
+        return _signs(value, torch.Generator(value.device).manual_seed(seed))
+
+
+def _signs(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    signs = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    parts = torch.view_as_real(signs) if signs.is_complex() else signs
+    parts.random_(0, 2, generator=generator).mul_(2).sub_(1)
+    return signs
+
+
+class Adjoint:
+    """One graph's backward pass, differentiated segment by segment from its end.
+
+    ``arriving`` are derivatives with respect to outputs, by position (none for those that reach nothing); the probes'
+    ``signs`` stand for the rest.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        sources: Sources,
+        arriving: Mapping[int, Slopes],
+        signs: Signs,
+        probes: int,
+    ) -> None:
+        self.opaque: set[Place] = set()
+        self.meters: dict[str, RoundingMeter] = {}
+        self._sources = sources
+        self._arriving = arriving
+        self._signs = signs
+        self._leaves = step.leaves
+        self._find_stopped = StoppedElements(step)
+        self._probes = range(probes)
+        self._interpreter = DifferentiableInterpreter(step.backward)
+        nodes = step.backward.graph.nodes
+        slots = step.backward.graph.find_nodes(op="placeholder")
+        # Parameters among the arguments must not collect gradients.
+        self._arguments = {
+            slot: value.detach() if isinstance(value, torch.Tensor) else value
+            for slot, value in zip(slots, step.arguments, strict=True)
+        }
+        readings = step.readings
+        self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
+        # Blobs are decompressed wherever a segment reads them.
+        self._loads = loads = _find_loads(nodes)
+        computed = [node for node in nodes if node not in loads and node.op != "output"]
+        carriers = {node for node in computed if sources[node] and has_derivative(node.meta.get("val"))}
+        self._segments = cut_backward(computed, loads, carriers, probes)
+        self._kept: dict[fx.Node, Any] = {}
+        self._slopes: dict[fx.Node, Slopes] = {}
+        self._positions: dict[fx.Node, list[int]] = {}
+        for position, node in enumerate(step.pair.backward_outputs):
+            if isinstance(node, fx.Node) and sources[node]:
+                self._positions.setdefault(node, []).append(position)
+
+    def run(self) -> dict[str, Slopes]:
+        """Fill the meters; returns the derivatives with respect to placeholders, by name."""
+        with torch.no_grad():
+            self._keep_crossing()
+        first: dict[fx.Node, int] = {}
+        for at, segment in enumerate(self._segments):
+            for node in _inputs(segment):
+                first.setdefault(node, at)
+        for node in self._positions.keys() & self._loads:
+            value = self._load(node)
+            self._slopes[node] = [self._arrived(node, value, probe) for probe in self._probes]
+        for at in reversed(range(len(self._segments))):
+            self._differentiate(self._segments[at])
+            self._fill(node for node in self._readings if first.get(node) == at)
+        self._fill(node for node in self._readings if node not in first)
+        return {node.name: slopes for node, slopes in self._slopes.items() if node.op == "placeholder"}
+
+    def _keep_crossing(self) -> None:
+        """Compute what crosses from one segment to later ones, and pack it."""
+        place = {node: at for at, segment in enumerate(self._segments) for node in segment}
+        crosses = {node for node, at in place.items() if any(place.get(user, at) > at for user in node.users)}
+        needed: set[fx.Node] = set()
+        for node in reversed(list(place)):
+            if node in crosses or any(user in needed for user in node.users):
+                needed.add(node)
+        dies = {node: max((place[user] for user in node.users if user in needed), default=-1) for node in needed}
+        values: dict[fx.Node, Any] = {}
+        for at, segment in enumerate(self._segments):
+            crossing = [node for node in segment if node in crosses]
+            alive = [node for node in values if dies[node] > at]
+            self._run([node for node in segment if node in needed], values, {*crossing, *alive})
+            for node in crossing:
+                value = values[node]
+                self._kept[node] = pack(value, len(self._kept)) if isinstance(value, torch.Tensor) else value
+            values = {node: value for node, value in values.items() if dies[node] > at}
+
+    def _differentiate(self, segment: Segment) -> None:
+        """Compute a segment again, and add to the derivatives with respect to what it reads."""
+        ends = [node for node in segment if node in self._slopes or node in self._positions]
+        if ends:
+            self._replay(segment, ends)
+        for node in segment:
+            self._kept.pop(node, None)
+
+    def _replay(self, segment: Segment, ends: list[fx.Node], *, doubtful: bool = False) -> None:
+        values = {node: self._load(node) for node in _inputs(segment)}
+        inputs: dict[fx.Node, GradientEdge] = {}
+        with torch.enable_grad():
+            for node, value in values.items():
+                if self._sources[node] and has_derivative(value):
+                    values[node] = _begin(value)
+                    inputs[node] = get_gradient_edge(values[node])
+            with compressed_saved_tensors():
+                self._run(segment, values, ends, doubtful)
+        # Autograd holds those values that it needs; edges of its graph hold none.
+        returned = {node: values[node] for node in ends if node in self._positions}
+        outputs = {
+            node: get_gradient_edge(values[node])
+            for node in ends
+            if isinstance(values[node], torch.Tensor) and values[node].requires_grad
+        }
+        values.clear()
+        ahead = {node: self._slopes.pop(node) for node in ends if node in self._slopes}
+        for probe in self._probes if outputs else ():
+            slopes = []
+            for node in outputs:
+                parts = ahead[node][:1] if node in ahead else []
+                if node in returned:
+                    parts.append(self._arrived(node, returned[node], probe))
+                slopes.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+            is_last = probe == self._probes[-1]
+            try:
+                found = torch.autograd.grad(
+                    list(outputs.values()), list(inputs.values()), slopes, retain_graph=not is_last, allow_unused=True
+                )
+            except RuntimeError:
+                if doubtful or probe:
+                    raise
+                # Some operator refuses only now; any other error comes again.
+                self._slopes.update(ahead)
+                return self._replay(segment, ends, doubtful=True)
+            for spent in ahead.values():
+                del spent[0]
+            for node, slope in zip(inputs, found, strict=True):
+                if slope is not None:
+                    self._add(node, probe, slope)
+
+    def _add(self, node: fx.Node, probe: int, slope: torch.Tensor) -> None:
+        found = self._slopes.setdefault(node, [])
+        if probe < len(found):
+            found[probe] = found[probe] + slope
+        else:
+            found.append(slope)
+
+    def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
+        """The derivative of v^T gradient with respect to an output."""
+        total = torch.zeros_like(value, requires_grad=False)
+        for position in self._positions[node]:
+            if position in self._leaves:
+                total += self._signs.of(self._leaves[position], probe, value)
+            elif position not in self._arriving:
+                total += self._signs.like(value)
+            elif self._arriving[position]:
+                total += self._arriving[position][probe].reshape(value.shape).to(value.dtype)
+        return total
+
+    def _fill(self, readings: Iterable[fx.Node]) -> None:
+        """The meters of tensors whose derivatives are complete."""
+        for node in readings:
+            name = self._readings[node]
+            values = self._load(node)
+            stopped = self._find_stopped(node.name, values)
+            self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
+            for slope in self._slopes.pop(node, []):
+                meter.add(slope, stopped)
+
+    def _load(self, node: fx.Node) -> Any:
+        if node in self._arguments:
+            return self._arguments[node]
+        if node in self._loads:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._load)
+            return getattr(self._interpreter, node.op)(node.target, args, kwargs)
+        kept = self._kept[node]
+        return kept.unpack() if isinstance(kept, Packed) else kept
+
+    def _run(
+        self, nodes: Sequence[fx.Node], values: dict[fx.Node, Any], wanted: Collection[fx.Node], doubtful: bool = False
+    ) -> None:
+        """Compute ``nodes`` into ``values``, dropping after its last use whatever is not ``wanted``."""
+        dies: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set(wanted)
+        for node in reversed(nodes):
+            last = {node, *node.all_input_nodes} - seen
+            dies[node] = list(last)
+            seen |= last
+        for node in nodes:
+            for i in node.all_input_nodes:
+                if i not in values:
+                    values[i] = self._load(i)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node], is_complete = self._interpreter.call(node, args, kwargs, doubtful=doubtful)
+            if not is_complete:
+                self.opaque |= self._sources[node]
+            for dead in dies[node]:
+                values.pop(dead, None)
+
+
+class _Begin(torch.autograd.Function):
+    """The value itself, as the beginning of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _begin(value: torch.Tensor) -> torch.Tensor:
+    begun: torch.Tensor = _Begin.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return begun
+
+
+def _inputs(segment: Segment) -> list[fx.Node]:
+    """The nodes outside of a segment that it reads."""
+    inside = set(segment)
+    return list(dict.fromkeys(i for node in segment for i in node.all_input_nodes if i not in inside))
+
+
+def _find_loads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is cheaper to read anew than to keep: arguments, what blobs stand for, and sizes."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        # Arithmetic on sizes that was added after tracing has no value noted.
+        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt, type(None))) and node.op == "call_function"
+        is_read = node.target is torch.ops.gact_fx.decompress.default or is_size
+        if node.op in ("placeholder", "get_attr") or (is_read and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found

@@ -1,0 +1,84 @@
+"""Measure how much each saved tensor's rounding error moves the gradient, for all tensors at once.
+
+The backward graph is a function of what was saved, and autograd can differentiate it. For a random v with independent
+entries +-1, ``E_v (v^T J_l)_i^2 = sum_j J_ji^2`` is the squared sensitivity of the whole gradient to element i of
+tensor l (Hutchinson's estimator of the diagonal of ``J^T J``), and one reverse pass gives it for every tensor of every
+graph. The cost does not grow with the number of tensors. GACT's Algorithm 1 (`measure_sensitivity`) is its oracle.
+
+So that it fits where training does, the graph is differentiated segment by segment (`cut_backward`): what crosses from
+one to the next is kept in 8 bits, and what was saved stays compressed but where a segment reads it.
+
+What passes through an operator without a second derivative is left for Algorithm 1: its derivative would be silently
+incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from gact_fx.breaks.eager_vjp import EagerVJP
+from gact_fx.profiling.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.profiling.rounding_meter import RoundingMeter
+from gact_fx.profiling.tape import Place, Step
+
+
+def measure_adjoint(
+    steps: Sequence[Step], *, probes: int, seed: int = 0
+) -> list[tuple[dict[str, RoundingMeter], frozenset[str]]]:
+    """Per step: the meter of every compressed tensor, by name, and the names that need Algorithm 1.
+
+    ``steps`` are the graphs of one training step in forward's order; ``probes`` is the number of random v.
+    """
+    sources = _find_sources(steps)
+    signs = Signs(seed)
+    opaque: set[Place] = set()
+    flowing: dict[Place, Slopes] = {}
+    leaves: dict[Any, Slopes] = {}
+    meters = []
+    # Gradients flow from late graphs to early ones, and their derivatives back.
+    for index, step in enumerate(steps):
+        arriving = {position: flowing.get(target, []) for position, target in step.flows.items()}
+        for position, detour in step.detours.items():
+            arriving[position] = _arriving(detour, flowing, leaves, signs, probes)
+        adjoint = Adjoint(step, sources[index], arriving, signs, probes)
+        flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
+        meters.append(adjoint.meters)
+        opaque |= adjoint.opaque
+    return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
+
+
+def _arriving(
+    detour: EagerVJP, flowing: Mapping[Place, Slopes], leaves: dict[Any, Slopes], signs: Signs, probes: int
+) -> Slopes:
+    """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves.
+
+    Of a leaf's gradient, whose parts arrive in several ways, ``leaves`` has the one v for all of them.
+    """
+    for end in detour.ends:
+        if end.is_leaf and end.of not in leaves:
+            leaves[end.of] = [signs.like(end.like) for _ in range(probes)]
+    ahead = [leaves[end.of] if end.is_leaf else flowing.get(end.of) for end in detour.ends]
+    return [detour.transpose([slopes[probe] if slopes else None for slopes in ahead]) for probe in range(probes)]
+
+
+def _find_sources(steps: Sequence[Step]) -> list[Sources]:
+    """Per step, the tensors that every node of its backward graph depends on, through all graphs."""
+    results: list[Sources] = []
+    flowing: dict[Place, frozenset[Place]] = {}
+    for index, step in reversed(list(enumerate(steps))):
+        given = {name: frozenset({(index, tensor)}) for name, tensor in step.readings.items()}
+        given.update({name: found for (at, name), found in flowing.items() if at == index})
+        sources: dict[fx.Node, frozenset[Place]] = {}
+        for node in step.backward.graph.nodes:
+            inputs = frozenset().union(*(sources[i] for i in node.all_input_nodes))
+            sources[node] = given.get(node.name, inputs)
+        detours = ((p, end.of) for p, detour in step.detours.items() for end in detour.ends if not end.is_leaf)
+        for position, target in (*step.flows.items(), *detours):
+            returned = step.pair.backward_outputs[position]
+            if isinstance(returned, fx.Node):
+                flowing[target] = flowing.get(target, frozenset()) | sources[returned]
+        results.append(sources)
+    return results[::-1]

@@ -1,0 +1,133 @@
+"""Measure how much each saved tensor's rounding error moves the gradient (GACT, Algorithm 1).
+
+The slow way, one backward pass a tensor: the oracle of `measure_adjoint`, and what serves tensors that pass through an
+operator without a second derivative. The gradient is computed with every eligible tensor quantized; then, tensor by
+tensor, again with only that tensor's seed changed. Half the squared distance of the two gradients estimates the
+variance that the tensor contributes at this width; divided by ``S(b) = 1 / (2^b - 1)^2`` it is its sensitivity c_l.
+
+The gradient is that of the whole model: what a graph changes in the gradients of its inputs is carried through the
+earlier graphs, whose backward passes are linear in their tangents. Only backward is run again, and of the tensor's own
+graph only what comes after its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gact_fx.codec import operators
+from gact_fx.graphs.replay import Replay
+from gact_fx.plan import slot_seed
+from gact_fx.profiling.rounding_meter import REFERENCE, step_variance
+from gact_fx.profiling.tape import Step
+
+PROBE_BITS, _, PROBE_GROUP = REFERENCE
+
+
+def measure_sensitivity(
+    steps: Sequence[Step],
+    *,
+    seed: int = 0,
+    draws: int = 1,
+    only: Sequence[frozenset[str]] | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> list[dict[str, float]]:
+    """Sensitivity c_l of every quantized tensor, per step, in units of squared gradient.
+
+    ``steps`` are the graphs of one training step in forward's order; ``only`` names, per step, the tensors to measure.
+    ``progress`` is called with 1 after each tensor. Masks are exact throughout, as they are in training.
+    """
+    probes = [_Probe(step, seed) for step in steps]
+    results: list[dict[str, float]] = []
+    for index, probe in enumerate(probes):
+        found = {}
+        for name, differences in probe.perturbed_gradients(draws, None if only is None else only[index]):
+            squares = sum(_squared_norm(index, difference, probes) for difference in differences)
+            found[name] = 0.5 * squares / draws / step_variance(PROBE_BITS)
+            progress(1)
+        results.append(found)
+    return results
+
+
+class _Probe:
+    """One step with all its eligible tensors quantized."""
+
+    def __init__(self, step: Step, seed: int) -> None:
+        self.step = step
+        self._seed = seed
+        self._replay = Replay(step.backward, step.arguments)
+        self._readings = step.readings
+        # The codes stay in memory, the values that they stand for only while backward needs them.
+        self._given = {name: self._codes(name, 0) for name in self._readings}
+
+    def perturbed_gradients(self, draws: int, only: frozenset[str] | None) -> Iterator[tuple[str, list[list[Any]]]]:
+        """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
+        names = [name for name, tensor in self._readings.items() if only is None or tensor in only]
+        if not names:
+            return
+        base = self._replay.run(self._given)
+        for name, resume in self._replay.forks(self._given, names):
+            changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
+            yield self._readings[name], [_difference(outputs, base) for outputs in changed]
+
+    def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
+        """Backward's outputs for these tangents and zeros for all others."""
+        zeros = {
+            name: torch.zeros_like(self._replay.inputs[name])
+            for name in self.step.pair.tangents()
+            if isinstance(self._replay.inputs[name], torch.Tensor)
+        }
+        return self._replay.run({**self._given, **zeros, **tangents})
+
+    def tangent_shape(self, name: str) -> torch.Size:
+        shape: torch.Size = self._replay.inputs[name].shape
+        return shape
+
+    def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
+        """The values compressed with the seed of ``draw``; the call decompresses them."""
+        values = self._replay.evaluate({name})[name]
+        codec = (PROBE_BITS, PROBE_GROUP, slot_seed(self._seed, f"probe {draw}", name))
+        blob = operators.compress(values, *codec)
+        shape, dtype = values.shape, values.dtype
+        return lambda: operators.decompress(blob, shape, dtype, *codec)
+
+
+def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:
+    """Squared norm of a change of gradients in one step, with what flows on to earlier graphs counted where it ends."""
+    total = 0.0
+    leaves: dict[Hashable, torch.Tensor] = {}
+    changes: dict[int, dict[str, torch.Tensor]] = {}
+    while True:
+        for position, value in enumerate(outputs):
+            for place, leaf, part in (
+                probes[index].step.onward(position, value) if isinstance(value, torch.Tensor) else ()
+            ):
+                if place is not None:
+                    part = part.reshape(probes[place[0]].tangent_shape(place[1]))
+                    _add(changes.setdefault(place[0], {}), place[1], part)
+                elif leaf is not None:
+                    _add(leaves, leaf, part)
+                else:
+                    total += _square(part)
+        if not changes:
+            return total + sum(map(_square, leaves.values()))
+        # The latest first: all that flows to a graph has arrived when it runs.
+        index = max(changes)
+        outputs = probes[index].respond(changes.pop(index))
+
+
+def _square(x: torch.Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+def _add(total: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
+    total[key] = total[key] + part if key in total else part
+
+
+def _difference(left: list[Any], right: list[Any]) -> list[Any]:
+    return [
+        a - b if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a is not b else None
+        for a, b in zip(left, right, strict=True)
+    ]

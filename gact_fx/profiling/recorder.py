@@ -1,0 +1,182 @@
+"""Watches a model's graphs run, and records whole training steps on a tape."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.compilers import Compiled, boxed
+from gact_fx.graphs.dynamo import in_backward
+from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
+from gact_fx.records import GraphAnalysis
+
+log = logging.getLogger("gact_fx")
+# What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
+LeafGradients = Mapping[torch.Tensor, torch.Tensor]
+
+
+class Recorder:
+    """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs and the gradients of its
+    leaves. Of the steps right before it, so that there are ``consecutive``, it hands over the gradients alone.
+
+    A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
+    has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
+    recorded; with ``every`` None none, until `start` is called, and then until `take`. ``on_next`` hears in every
+    step's first backward pass whether the next step is an ``every``-th one. Forward passes begin no step while
+    ``counts()`` is False. ``copies()``: whether parameters are gone after backward, so that they are to be copied.
+    """
+
+    def __init__(
+        self,
+        on_step: Callable[[list[Step], LeafGradients], None],
+        every: int | None = None,
+        consecutive: int = 1,
+        on_next: Callable[[bool], None] = lambda is_due: None,
+        counts: Callable[[], bool] = lambda: True,
+        copies: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._on_step = on_step
+        self._on_next = on_next
+        self._counts = counts
+        self._copies = copies
+        self._every = every
+        self._consecutive = consecutive
+        self._tape: Tape | None = None
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
+        self._waiting: dict[int, int] = {}
+        self._has_gradients = False
+        self._begun = 0
+        self._stopped = False
+        self._has_warned = False
+
+    def start(self, *, is_due: bool = True) -> None:
+        """Record what runs from now on; ``is_due``: to be profiled."""
+        # Sharded parameters are not there in forward of the graphs behind them.
+        self._tape, self._gradients = Tape(follows=is_due and not self._copies()), {}
+
+    def take(self) -> list[Step]:
+        """What was recorded since `start`; recording goes on with an empty tape."""
+        steps = self._steps()
+        self.start()
+        return steps
+
+    def restart(self) -> None:
+        """Count steps from the next one on."""
+        self._begun = 0
+
+    def stop(self) -> None:
+        """Record nothing any more."""
+        self._tape, self._stopped = None, True
+
+    def forward(self, run: Compiled, key: int, pair: GraphPair) -> Compiled:
+        """``run``, the forward graph ``key``, watched."""
+
+        def call(arguments: list[Any]) -> Any:
+            # Checkpointing around the graph runs it again, and its first run stands for both.
+            if in_backward() and self._waiting.get(key):
+                return run(arguments)
+            self._enter(key)
+            inputs = list(arguments) if self._tape is not None else []
+            with self._abandoning():
+                outputs = run(arguments)
+            if self._tape is not None:
+                self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
+            return outputs
+
+        return boxed(call)
+
+    def backward(self, run: Compiled, key: int, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
+        """``run``, the backward graph ``key``, watched."""
+
+        def call(arguments: list[Any]) -> Any:
+            inputs = []
+            if self._tape is not None:
+                lasting = with_copies(pair, analysis, arguments) if self._copies() else arguments
+                inputs = self._tape.record_backward(key, pair, analysis, lasting)
+            with self._abandoning():
+                result = run(arguments)
+            if self._every is None:
+                return result
+            if self._tape is not None:
+                self._collect(pair, inputs, result)
+            if not self._has_gradients and not self._stopped:
+                self._on_next((self._begun + 1) % self._every == 0)
+            self._leave(key)
+            return result
+
+        return boxed(call)
+
+    def _enter(self, key: int) -> None:
+        if self._every is None or self._stopped or not self._counts():
+            return
+        # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
+        if self._has_gradients and key in self._waiting:
+            self._finish()
+        if not self._waiting and not self._stopped:
+            self._begun += 1
+            if self._tape is None and (self._begun + self._consecutive - 1) % self._every < self._consecutive:
+                self.start(is_due=self._begun % self._every == 0)
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+        if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
+            log.warning(
+                "a graph ran forward %d times, and gact_fx has seen no backward pass, which it samples. Within one "
+                "step that is fine, and the last %d runs are measured. Put validation under torch.no_grad(); compiled "
+                "autograd runs backward passes itself, and needs sample_batches or plan=",
+                MAX_WAITING + 1, MAX_WAITING,
+            )  # fmt: skip
+
+    def _leave(self, key: int) -> None:
+        self._waiting[key] = max(self._waiting.get(key, 0) - 1, 0)
+        self._has_gradients = True
+        if not any(self._waiting.values()):
+            self._finish()
+
+    def _collect(self, pair: GraphPair, inputs: list[Any], result: Any) -> None:
+        for position, source in pair.gradients_of_inputs().items():
+            gradient, leaf = result[position], inputs[source] if inputs else None
+            if isinstance(gradient, torch.Tensor) and isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                # A copy: what is returned becomes .grad, which the next step may add to in place.
+                known = self._gradients.get(leaf)
+                gradient = gradient.detach()
+                self._gradients[leaf] = gradient.clone() if known is None else known + gradient
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Forget the step in which an exception is raised, so that the next one is recorded in its place."""
+        try:
+            yield
+        except BaseException as error:
+            if self._every is not None and not self._stopped:
+                if self._tape is not None:
+                    name = type(error).__name__
+                    log.warning("%s in a step that was to be profiled; the next step takes its place", name)
+                self._tape, self._gradients = None, {}
+                self._waiting, self._has_gradients = {}, False
+                self._begun -= 1
+            raise
+
+    def _finish(self) -> None:
+        steps, gradients = self._steps(), self._gradients
+        self._tape, self._gradients = None, {}
+        self._waiting, self._has_gradients = {}, False
+        if steps:
+            is_due = self._every is None or self._begun % self._every == 0
+            self._on_step(steps if is_due else [], gradients)
+
+    def _steps(self) -> list[Step]:
+        if self._tape is None:
+            return []
+        breaks = self._tape.breaks()
+        if breaks and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s, which runs between the compiled graphs: what rounding behind it does to parameters before it is "
+                "not measured, and widths may be chosen poorly", "; ".join(breaks),
+            )  # fmt: skip
+        return self._tape.steps()

@@ -1,0 +1,206 @@
+"""Measure what every way of storing a tensor would add to the variance of the gradient.
+
+With a_i the mean squared sensitivity of the gradient to element i (`measure_adjoint`), codes with independent errors
+add ``sum_i a_i var_i``. The variance of an error is known for every rounding: ``step^2 p (1 - p)`` for stochastic
+rounding of a value that lies p steps above a code, ``step^2 / 12`` for subtractive dither, where a step is the range
+of the group over ``2^bits - 1``. So nothing is drawn: ranges and weights are summed over the whole tensor, and what
+depends on p is evaluated on blocks of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from gact_fx.codec.layout import BFLOAT16_BITS
+from gact_fx.passes.merge_masks import Stopped
+from gact_fx.records import Code, Sensitivity
+
+WIDTHS = tuple(range(1, 9))
+# The width and group size that c_l is quoted at.
+REFERENCE: Code = (4, "stochastic", 256)
+# Positions between codes are resolved by values that were stored in this many bits more, or exactly.
+MARGIN = 2
+# What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
+BIAS_WEIGHT = 10.0
+FINEST = 6
+_CELL = 32
+_BLOCK = 1024
+_MAX_BLOCKS = 32
+
+
+def step_variance(bits: int, *, merged: bool = False) -> float:
+    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
+
+    With ``merged``, one of the codes is for what a mask stops.
+    """
+    levels: int = 2**bits - 1 - merged
+    return 1.0 / levels**2
+
+
+def code_bits(reading: fx.Node) -> int | None:
+    """The width of the codes that a node with a saved tensor's values decompresses, None where it has them exactly."""
+    if reading.target is not torch.ops.gact_fx.decompress.default:
+        return None
+    bits = reading.args[3]
+    assert isinstance(bits, int)
+    return bits
+
+
+class RoundingMeter:
+    """Collects the squared sensitivities of one tensor's elements, without keeping them all.
+
+    ``values`` are the tensor's values in memory order, whose groups are those of the codes. ``bits`` is the width of
+    the codes that they were read from, None where they are exact: between finer codes their positions say nothing.
+    ``stopped``: what a mask that the codes could tell stops.
+    """
+
+    def __init__(self, values: torch.Tensor, bits: int | None = None, stopped: Stopped | None = None) -> None:
+        self._finest = FINEST if bits is None else max(min(bits - MARGIN, FINEST), 0)
+        flat = values.detach().reshape(-1).float()
+        self._all = _Weighed(flat)
+        self._passed = None if stopped is None else _Weighed(flat, stopped.mask.reshape(-1))
+        self._is_lossless = stopped is not None and stopped.error is None
+        self._bias = 0.0
+        self._count = 0
+
+    def add(self, sensitivity: torch.Tensor, stopped: Stopped | None = None) -> None:
+        """Add one probe's derivative of the gradient with respect to the values, in the same order.
+
+        ``stopped`` is what the meter was made with.
+        """
+        squares = sensitivity.detach().reshape(-1).float().square()
+        self._all.add(squares)
+        if self._passed is not None and stopped is not None:
+            self._passed.add(squares.masked_fill(stopped.mask.reshape(-1), 0))
+        if stopped is not None and stopped.error is not None:
+            moved = sensitivity.detach().reshape(stopped.error.shape) * stopped.error
+            # The probe's signs are independent from channel to channel, but the errors within one belong together.
+            channels = moved.sum([d for d in range(moved.dim()) if d != stopped.channel])
+            self._bias += float(channels.double().square().sum())
+        self._count += 1
+
+    def weigh_equally(self) -> None:
+        """Forget the sensitivities; every element counts alike."""
+        for weighed in self._each():
+            weighed.weigh_equally()
+        self._bias, self._count = math.inf, 1
+
+    def _each(self) -> list[_Weighed]:
+        return [weighed for weighed in (self._all, self._passed) if weighed is not None]
+
+    def result(self, group_sizes: Sequence[int], value: float | None = None) -> Sensitivity:
+        """What codes of every width, rounding and group size add.
+
+        ``value``: c_l where it is known from elsewhere; the rest is then scaled to it.
+        """
+        sizes = sorted({*group_sizes, REFERENCE[2]})
+        variances = self._all.variances(sizes, self._finest, self._count)
+        merged: dict[Code, float] = {}
+        bias = self._squared_bias()
+        if self._passed is not None and bias is not None:
+            found = self._passed.variances(sizes, self._finest, self._count, merged=True)
+            merged = {code: variance + BIAS_WEIGHT * bias for code, variance in found.items()}
+        found_value = variances[REFERENCE] / step_variance(REFERENCE[0])
+        if value is not None and found_value > 0:
+            factor = value / found_value
+            variances = {code: factor * variance for code, variance in variances.items()}
+            merged = {code: factor * variance for code, variance in merged.items()}
+        return Sensitivity(found_value if value is None else value, variances, merged)
+
+    def _squared_bias(self) -> float | None:
+        """Of the gradient, from what merging a mask loses; None where it is not known."""
+        if self._is_lossless:
+            return 0.0
+        return self._bias / self._count if self._count and math.isfinite(self._bias) else None
+
+
+class _Weighed:
+    """Ranges of a tensor's cells and the weights of its elements: of all, or of those that a mask does not stop."""
+
+    def __init__(self, flat: torch.Tensor, stopped: torch.Tensor | None = None) -> None:
+        whole = _padded(flat, flat[-1]).view(-1, _CELL)
+        blocks = whole.view(-1, _BLOCK)
+        count = min(len(blocks), _MAX_BLOCKS)
+        self._sampled = torch.linspace(0, len(blocks) - 1, count, device=flat.device).long()
+        self._block_values = self._block_lows = self._block_highs = blocks[self._sampled]
+        self._block_passes = torch.ones_like(self._block_values)
+        if stopped is None:
+            self._low, self._high = whole.amin(1), whole.amax(1)
+            self._passes = torch.full_like(self._low, _CELL)
+        else:
+            out = _padded(stopped, torch.ones((), dtype=torch.bool, device=flat.device)).view(-1, _CELL)
+            self._low = whole.masked_fill(out, math.inf).amin(1)
+            self._high = whole.masked_fill(out, -math.inf).amax(1)
+            self._passes = _CELL - out.sum(1, dtype=flat.dtype)
+            outside = out.view(-1, _BLOCK)[self._sampled]
+            self._block_lows = self._block_values.masked_fill(outside, math.inf)
+            self._block_highs = self._block_values.masked_fill(outside, -math.inf)
+            self._block_passes.masked_fill_(outside, 0)
+        self._weights = torch.zeros_like(self._low)
+        self._block_weights = torch.zeros_like(self._block_values)
+
+    def add(self, squares: torch.Tensor) -> None:
+        """What is stopped must have none."""
+        cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
+        self._weights += cells.sum(1)
+        self._block_weights += cells.view(-1, _BLOCK)[self._sampled]
+
+    def weigh_equally(self) -> None:
+        self._weights.copy_(self._passes)
+        self._block_weights.copy_(self._block_passes)
+
+    def variances(self, sizes: Sequence[int], finest: int, probes: int, *, merged: bool = False) -> dict[Code, float]:
+        """What codes of every width, rounding and size of groups add; ``merged``: one of the codes is for a mask."""
+        found: dict[Code, float] = {}
+        bfloat16 = self._bfloat16(probes)
+        for size in sizes:
+            whole, sampled, stochastic = self._spread(size, finest, probes, merged)
+            for bits in WIDTHS[merged:]:
+                is_known = sampled > 0 and finest > merged
+                # A sixth is the mean of p (1 - p) over positions.
+                share = stochastic[min(bits, finest)] / sampled if is_known else 1 / 6
+                variance = whole * step_variance(bits, merged=merged)
+                found[bits, "stochastic", size] = variance * share
+                found[bits, "dither", size] = variance / 12
+            if not merged:
+                # Groups do not matter there, but a choice has one.
+                found[BFLOAT16_BITS, "stochastic", size] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
+        return found
+
+    def _spread(self, size: int, finest: int, probes: int, merged: bool) -> tuple[float, float, dict[int, float]]:
+        """Sums of weight times squared range over the tensor and over the blocks, and of weight times squared range
+        times ``p (1 - p)`` over the blocks for every width up to the finest that the values resolve.
+        """
+        cells = size // _CELL
+        # Where a mask stops all, there is no range.
+        ranges = (self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)).clamp(min=0)
+        weights = self._weights.view(-1, cells).sum(1)
+        whole = float((weights.double() * ranges.double().square()).sum()) / max(probes, 1)
+        values, inner = self._block_values.view(-1, size), self._block_weights.view(-1, size)
+        low = self._block_lows.view(-1, size).amin(1, keepdim=True)
+        span = (self._block_highs.view(-1, size).amax(1, keepdim=True) - low).clamp(min=0)
+        scaled = inner * span.square() / max(probes, 1)
+        position = ((values - low) / span).masked_fill_(~(span > 0), 0)
+        widths = range(1 + merged, finest + 1)
+        steps = torch.tensor([2**bits - 1 - merged for bits in widths], dtype=position.dtype, device=position.device)
+        p = (position * steps.view(-1, 1, 1)).frac_()
+        sums = torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(2).double().sum(1)
+        stochastic = dict(zip(widths, sums.tolist(), strict=True))
+        return whole, float(scaled.sum(dtype=torch.float64)), stochastic
+
+    def _bfloat16(self, probes: int) -> float:
+        """Values between two bfloat16 numbers: a sixth of their squared distance, in the mean over positions."""
+        spacing = torch.frexp(self._block_values)
+        distance = torch.ldexp(torch.ones_like(spacing.mantissa), spacing.exponent - 8)
+        distance = torch.where(self._block_values == 0, 0, distance)
+        weighted = self._block_weights.double() * distance.double().square()
+        return float(weighted.sum()) / 6 / max(probes, 1)
+
+
+def _padded(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    missing = -flat.numel() % _BLOCK
+    return torch.cat([flat, value.expand(missing).to(flat.dtype)]) if missing else flat

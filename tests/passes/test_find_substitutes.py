@@ -1,0 +1,215 @@
+import pytest
+import torch
+from conftest import Trace, analyze, gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gact_fx
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.passes.find_substitutes import _UNBOUNDED
+
+INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
+
+
+def stored_as(pair: GraphPair) -> set[tuple[str, str]]:
+    """Operator that made a saved tensor → operator whose result is stored in its place."""
+    targets = {node.name: str(node.target) for node in pair.backward.graph.nodes}
+    analysis = analyze(pair)
+    pairs = zip(analysis.saved, analysis.eligibility, strict=True)
+    return {(t.op, targets[how.instead]) for t, how in pairs if how.instead}
+
+
+def test_the_derivative_of_gelu_is_stored(trace: Trace) -> None:
+    """Backward is g * gelu'(x): linear in gelu'(x), bent in x."""
+    v = nn.Parameter(torch.randn(16, 64))
+    assert stored_as(trace(lambda x: F.gelu(x @ v).sum(), torch.randn(64, 16), inner="inductor")) == {
+        ("aten.mm", "aten.add.Tensor")
+    }
+
+
+def test_attention_scores_are_stored_as_probabilities(trace: Trace) -> None:
+    w = nn.Parameter(torch.randn(32, 32))
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x @ w, x, x, dropout_p=0.1).square().sum()
+
+    found = stored_as(trace(attention, torch.randn(4, 2, 64, 32), inner="inductor"))
+    assert found & {("aten.bmm", "aten.where.self"), ("aten.bmm", "aten.div.Tensor")}
+
+
+def test_a_view_is_no_substitute(trace: Trace) -> None:
+    v = nn.Parameter(torch.randn(16, 64))
+    assert not stored_as(trace(lambda x: (x @ v).view(2, 32, 64).relu().sum(), torch.randn(64, 16)))
+
+
+def test_what_is_unbounded_and_read_otherwise_is_refused(trace: Trace) -> None:
+    v, w = nn.Parameter(torch.randn(16, 64)), nn.Parameter(torch.randn(64, 8))
+
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(y, w)  # type: ignore[attr-defined]
+            return y.exp() + (y @ w).sum()
+
+        @staticmethod
+        def backward(ctx: object, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            y, w = ctx.saved_tensors  # type: ignore[attr-defined]
+            return g * y.exp() + g.sum() * w.sum(1), g.sum() * y.t() @ torch.ones(len(y), 8)
+
+    analysis = analyze(trace(lambda x: Exponential.apply(x @ v, w).sum(), torch.randn(64, 16)))
+    (reason,) = [d.reason for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if t.op == "aten.mm"]
+    assert reason == "backward is unbounded in it (aten.exp.default)"
+
+
+@INNER
+@pytest.mark.parametrize("scale", [1.0, 20.0, 60.0])
+def test_sharp_attention_keeps_its_gradient_bounded(inner: str, scale: float) -> None:
+    """exp(Q(x) - max(x)) of 4-bit scores was off by a factor of millions, and infinite at one bit."""
+    weight = torch.randn(32, 32) / 6
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight.clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x @ self.weight * scale, x, x, dropout_p=0.1).square().sum()
+
+    x = torch.randn(8, 4, 64, 32)
+    model, reference = Attention(), Attention()
+    with torch._inductor.config.patch(fallback_random=True):
+        for bits, bound in ((8, 0.05), (4, 0.7)):
+            torch._dynamo.reset()
+            gact_fx.compile(model, budget_bits=bits, adaptive=False, inner=inner, sample_batches=[x])
+            torch.manual_seed(1)
+            model(x).backward()
+            torch.manual_seed(1)
+            reference(x).backward()
+            assert relative_error(gradients(model), gradients(reference)) < bound
+
+
+@INNER
+def test_cross_entropy_over_confident_logits(inner: str) -> None:
+    model, reference = nn.Linear(16, 512), nn.Linear(16, 512)
+    reference.load_state_dict(model.state_dict())
+    batch = torch.randn(64, 16) * 40, torch.randint(0, 512, (64,))
+
+    def loss_fn(m: nn.Module, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(m(b[0]), b[1])
+
+    loss = gact_fx.compile(lambda m, b: loss_fn(m, b), budget_bits=4, adaptive=False, inner=inner)
+    for _ in range(2):
+        loss(model, batch).backward()
+        loss_fn(reference, batch).backward()
+        found, exact = gradients(model), gradients(reference)
+    assert gact_fx.inspect(loss).ratio > 2
+    assert relative_error(found, exact) < 0.1
+
+
+@INNER
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_softplus_of_a_part_is_smooth(inner: str, scale: float) -> None:
+    """Its derivative is y * exp(x) / (1 + exp(x)); the whole of what Mamba projects was kept exact for it."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.project = nn.Linear(16, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values, steps = self.project(x).split([48, 16], -1)
+            return (values.square() * F.softplus(steps * scale).mean(-1, keepdim=True)).mean()
+
+    model, reference, x = Gated(), Gated(), torch.randn(64, 16)
+    gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert not [row.reason for row in gact_fx.inspect(model).rows if "unbounded" in row.reason]
+    assert relative_error(gradients(model), gradients(reference)) < 0.02
+
+
+@INNER
+def test_decay_by_softplus_is_bounded(inner: str) -> None:
+    """A state space's ``exp(-exp(a) softplus(x))``; Inductor computes softplus again in backward, by log1p."""
+
+    class Decay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.steps, self.values = nn.Linear(32, 64), nn.Linear(32, 64)
+            self.rate = nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            steps = F.softplus(self.steps(x))
+            return (torch.exp(steps * -self.rate.exp()) * self.values(x) * steps).square().mean()
+
+    model, reference, x = Decay(), Decay(), torch.randn(64, 32)
+    gact_fx.compile(model, budget_bits=8, inner=inner, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert not [row.reason for row in gact_fx.inspect(model).rows if "unbounded" in row.reason]
+    assert relative_error(gradients(model), gradients(reference)) < 0.02
+
+
+class Masked(nn.Module):
+    """Attention with an additive mask: of what is padded and what is later, or of what belongs to other segments."""
+
+    def __init__(self, kind: str, is_fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 1)
+        self.kind, self.is_fused = kind, is_fused
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        mask = self.mask(other)
+        if self.is_fused:
+            return self.attend(x, mask).square().mean()
+        # What a checkpointed region reads is all that is saved of it.
+        return checkpoint(self.attend, x, mask, use_reentrant=False).square().mean()
+
+    def mask(self, other: torch.Tensor) -> torch.Tensor:
+        if self.kind == "segments":
+            return ((1 - other @ other.transpose(1, 2)) * -1e9)[:, None]
+        lowest = torch.finfo(other.dtype).min
+        padded, later = (1 - other)[:, None, None, :] * lowest, torch.full((32, 32), lowest).triu(1)
+        return torch.minimum(padded + 0 * later, later + 0 * padded)
+
+    def attend(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.is_fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            # In a spelling that Inductor does not take for fused attention.
+            y = torch.exp(torch.log_softmax((q / 4) @ k.transpose(-1, -2) + mask, -1)) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@INNER
+@pytest.mark.parametrize("recompute", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["padded", "segments"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_an_additive_mask_stays_exact(inner: str, recompute: str, kind: str, is_fused: bool) -> None:
+    """Its zeros, decoded from a range that ends at -1e9, were off by a hundred, and exponentiated."""
+    model, reference = Masked(kind, is_fused), Masked(kind, is_fused)
+    reference.load_state_dict(model.state_dict())
+    segments = F.one_hot(torch.randint(0, 4, (8, 32)), 4).float()
+    padding = (torch.rand(8, 32) > 0.3).float().index_fill(1, torch.tensor([0]), 1)
+    batch = torch.randn(8, 32, 32), segments if kind == "segments" else padding
+    gact_fx.compile(
+        model, budget_bits=8, adaptive=False, min_elements=64, inner=inner, recompute=recompute, sample_batches=[batch]
+    )
+    model(*batch).backward(), reference(*batch).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.01
+
+
+def test_the_mask_of_every_fused_attention_is_unbounded() -> None:
+    aten = torch.ops.aten
+    found = torch._C._dispatch_get_all_op_names()
+    for name in {name.removeprefix("aten::") for name in found if name.startswith("aten::_scaled_dot_product_")}:
+        is_backward = name.endswith("_backward")
+        if not is_backward and f"aten::{name}_backward" not in found:
+            continue
+        arguments = getattr(aten, name).default._schema.arguments
+        positions = {*_UNBOUNDED.get(getattr(aten, name), ())}
+        unbounded = {argument.name for i, argument in enumerate(arguments) if {i, argument.name} & positions}
+        masks = {argument.name for argument in arguments} & {"attn_mask", "attn_bias"}
+        assert unbounded == masks | ({"query", "key"} if is_backward else set()), name

@@ -1,0 +1,214 @@
+"""Plans made from the three forms of the budget."""
+
+import itertools
+import logging
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Mixed, mixed_batch
+
+import gact_fx
+from gact_fx.codec.layout import blob_nbytes
+from gact_fx.config import Config
+from gact_fx.plan import Plan
+from gact_fx.planning.accounting import coded_nbytes
+from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
+from gact_fx.planning.list_choices import Item, list_choices
+from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
+from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor, Sensitivity
+
+GROUP, NUMEL = 256, 8192
+OPTIONS = {"group_size": GROUP}
+
+
+def saved(name: str, owner: str = "nobody", dtype: torch.dtype = torch.float32, storage: int = 0) -> SavedTensor:
+    return SavedTensor(name, f"{name}#0", name, "", (NUMEL,), (1,), dtype, storage, NUMEL * dtype.itemsize, owner)
+
+
+def measured(value: float) -> Sensitivity:
+    codes = {(b, r, GROUP): value * s * step_variance(b) for b in WIDTHS for r, s in (("stochastic", 1), ("dither", 2))}
+    return Sensitivity(value, {**codes, (16, "stochastic", GROUP): value * 2.0**-18})
+
+
+def graph(*values: float, exact: bool = False) -> GraphTensors:
+    """One graph with a quantized tensor of every sensitivity."""
+    tensors = [saved(f"t{i}", storage=i) for i in range(len(values))]
+    how = [Eligibility(t.name, QUANTIZE, "", exact_allowed=exact) for t in tensors]
+    found = {t.key: measured(value) for t, value in zip(tensors, values, strict=True)}
+    return GraphTensors("graph", GraphAnalysis(tuple(tensors), tuple(how)), found)
+
+
+def nbytes(plan: Plan, of: GraphTensors) -> int:
+    """Bytes of the quantized tensors."""
+    entries = plan.graphs[0].entries()
+    return sum(
+        t.nbytes if entries[t.key].bits is None else coded_nbytes(t, how, entries[t.key])
+        for t, how in of.analysis.quantized()
+    )
+
+
+def least(of: GraphTensors) -> int:
+    return sum(int(blob_nbytes(t.numel, t.dtype, 1, GROUP, h.mask_numel)) for t, h in of.analysis.quantized())
+
+
+VALUES = (1.0, 10.0, 100.0, 1000.0)
+
+
+@pytest.mark.parametrize("bits", [1.5, 2.0, 3.3, 4.0, 8.0])
+def test_budget_bits_is_an_average_with_metadata(bits: float) -> None:
+    tensors = graph(*VALUES)
+    plan = choose_plan([tensors], Config(budget_bits=bits, **OPTIONS), "m", None)
+    total = len(VALUES) * NUMEL
+    # A step of one tensor is a bit of each of its elements.
+    assert bits * total / 8 - NUMEL / 8 <= nbytes(plan, tensors) <= bits * total / 8
+    widths = [entry.bits for entry in plan.graphs[0].tensors]
+    assert widths == sorted(widths, key=lambda b: b or 32)  # the more sensitive, the wider
+    assert plan.variance == pytest.approx(
+        sum(v * step_variance(b) for v, b in zip(VALUES, widths, strict=True) if b in WIDTHS)
+    )
+
+
+def with_fixed(tensors: GraphTensors) -> tuple[GraphTensors, int]:
+    """``tensors`` beside what a graph holds whatever the plan, and how much that is."""
+    others = [
+        (saved("kept", storage=100), Eligibility("kept", KEEP, "")),
+        (saved("view", storage=100), Eligibility("view", KEEP, "")),
+        (saved("returned", "output", storage=101), Eligibility("returned", KEEP, "")),
+        (saved("weight", "parameter", storage=102), Eligibility("weight", KEEP, "")),
+        (saved("batch", "caller", storage=103), Eligibility("batch", KEEP, "")),
+        (saved("mask", dtype=torch.bool, storage=104), Eligibility("mask", MASK, "")),
+        (saved("offsets", dtype=torch.int8, storage=105), Eligibility("offsets", PACK, "", min_bits=2)),
+    ]
+    analysis = tensors.analysis
+    both = GraphAnalysis(
+        (*analysis.saved, *(t for t, _ in others)), (*analysis.eligibility, *(how for _, how in others))
+    )
+    return replace(tensors, analysis=both), NUMEL * 4 * 2 + NUMEL // 8 + NUMEL // 4
+
+
+@pytest.mark.parametrize("share", [1.2, 2.0, 5.0])
+def test_budget_bytes_counts_everything(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    tensors, fixed = with_fixed(graph(*VALUES))
+    budget = fixed + int(least(tensors) * share)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        plan = choose_plan([tensors], Config(budget_bytes=budget, **OPTIONS), "m", None)
+    assert budget - NUMEL // 4 <= fixed + nbytes(plan, tensors) <= budget
+    assert not caplog.records
+
+
+def test_too_few_bytes_are_answered_with_the_least(caplog: pytest.LogCaptureFixture) -> None:
+    tensors, fixed = with_fixed(graph(*VALUES))
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        plan = choose_plan([tensors], Config(budget_bytes=fixed, **OPTIONS), "m", None)
+    assert {entry.bits for entry in plan.graphs[0].tensors} == {1}
+    assert f"budget_bytes={fixed} cannot be kept" in caplog.text
+    assert f"holds {fixed + least(tensors)} bytes" in caplog.text
+    caplog.clear()
+    choose_plan([tensors], Config(budget_bytes=fixed + least(tensors), **OPTIONS), "m", None)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("noise", [1e-5, 1e-3, 0.1, 1.0, 100.0])
+def test_gradient_noise_is_bounded_by_the_fewest_bytes(noise: float) -> None:
+    tensors, minibatch = graph(1.0, 30.0, exact=True), 5.0
+    config = Config(max_gradient_noise=noise, **OPTIONS)
+    plan = choose_plan([tensors], config, "m", minibatch)
+    assert plan.variance is not None and plan.variance <= noise * minibatch * (1 + 1e-9)
+    # The oracle: every pair of choices.
+    items = [Item(t, how, tensors.sensitivities[t.key]) for t, how in tensors.analysis.quantized()]
+    pairs = itertools.product(*list_choices(items, roundings=["stochastic", "dither"], group_sizes=[GROUP]))
+    fits = [pair for pair in pairs if sum(choice.variance for choice in pair) <= noise * minibatch]
+    best = min(sum(choice.nbytes for choice in pair) for pair in fits)
+    assert best <= nbytes(plan, tensors) <= best + NUMEL // 8  # one tensor's step
+
+
+def test_gradient_noise_needs_two_batches_or_one_that_can_be_halved() -> None:
+    message = "max_gradient_noise needs the variance of the minibatch gradient"
+    with pytest.raises(ValueError, match=message):
+        choose_plan([graph(*VALUES)], Config(max_gradient_noise=0.1), "m", None)
+    with pytest.raises(ValueError, match=message):
+        gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch(1)], max_gradient_noise=0.1)
+
+
+def test_gradient_noise_of_a_model() -> None:
+    """Predicted from two batches; without sample batches from the first two training steps."""
+    (x, y), options = mixed_batch(16), {"inner": "eager", "max_gradient_noise": 0.05}
+    batches = [(x, y), (x.flip(0) * 1.1, y)]
+    model = gact_fx.compile(Mixed(), sample_batches=batches, **options)
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.minibatch_variance and plan.variance is not None
+    assert 0 < plan.variance <= 0.05 * plan.minibatch_variance
+    model = gact_fx.compile(Mixed(), **options)
+    for step in range(2):
+        assert gact_fx.inspect(model).plan is None
+        model(*batches[step]).backward()
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.minibatch_variance
+
+
+def test_too_much_noise_is_warned_of_with_a_budget_that_helps(caplog: pytest.LogCaptureFixture) -> None:
+    tensors, minibatch = graph(*VALUES), 1.0
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        plan = choose_plan([tensors], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
+        assert plan.variance is not None and plan.variance > NOISE_LIMIT * minibatch
+        (found,) = re.findall(r"adds (\d+) % .* more than 10 %; budget_bits=([\d.]+) would", caplog.text)
+        assert int(found[0]) == round(100 * plan.variance / minibatch)
+        caplog.clear()
+        better = choose_plan([tensors], Config(budget_bits=float(found[1]), **OPTIONS), "m", minibatch)
+    assert better.variance is not None and better.variance <= NOISE_LIMIT * minibatch
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("minibatch", [0.0, 1e-6])
+def test_the_budget_that_is_named_exists(minibatch: float, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        choose_plan([graph(*VALUES, exact=True)], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
+    named = [float(bits) for bits in re.findall(r"budget_bits=([\d.]+)", caplog.text)]
+    assert all(Config(budget_bits=bits).budget_bits == bits for bits in named)
+
+
+def test_the_variance_is_as_measured_where_the_menus_overstate_it() -> None:
+    """The least sensitive are planned as a hundredth of the median, which says nothing about what they add."""
+    tensors = graph(1e-6, 1e-6, 1.0, 1.0, 1.0)
+    plan = choose_plan([tensors], Config(budget_bits=2.0, **OPTIONS), "m", None)
+    widths = [entry.bits for entry in plan.graphs[0].tensors]
+    values = (1e-6, 1e-6, 1.0, 1.0, 1.0)
+    assert plan.variance == pytest.approx(sum(v * step_variance(b) for v, b in zip(values, widths, strict=True) if b))
+    assert plan.variance == plan.variance_on({"graph": tensors.sensitivities})
+
+
+def test_a_plan_is_compared_to_the_one_before_by_what_was_measured() -> None:
+    """A floor under one side alone would hide what the new plan brings."""
+    values = (*[1e-6] * 90, *[1.0] * 91)
+    tensors = graph(*values)
+    config = Config(budget_bits=2.0, **OPTIONS)
+    plan = choose_plan([tensors], config, "m", None)
+    entries = plan.graphs[0].tensors
+    worse = (*entries[:-1], replace(entries[-1], bits=1))
+    before = replace(plan, graphs=(replace(plan.graphs[0], tensors=worse),))
+    assert is_better(plan, before, [tensors])
+    assert not is_better(before, plan, [tensors]) and not is_better(plan, plan, [tensors])
+
+
+def test_unmeasured_variances_are_not_claimed() -> None:
+    plan = choose_plan([replace(graph(*VALUES), sensitivities={})], Config(**OPTIONS), "m", 1.0)
+    assert plan.variance is None and {entry.sensitivity for entry in plan.graphs[0].tensors} == {None}
+
+
+def test_not_adaptive_is_one_width() -> None:
+    tensors = graph(*VALUES, exact=True)
+    first, *rest = tensors.analysis.eligibility
+    analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, min_bits=6), *rest))
+    plan = choose_plan([replace(tensors, analysis=analysis)], Config(budget_bits=3, adaptive=False), "m", None)
+    found = [(entry.bits, entry.rounding, entry.group_size) for entry in plan.graphs[0].tensors]
+    assert found == [(6, "stochastic", 256), *[(3, "stochastic", 256)] * 3]
+
+
+def test_two_graphs_share_one_budget() -> None:
+    calm, wild = graph(1.0, 1.0), replace(graph(1e6, 1e6), fingerprint="wild")
+    plan = choose_plan([calm, wild], Config(budget_bits=4.0, **OPTIONS), "m", None)
+    widths = {entry.fingerprint: [t.bits or math.inf for t in entry.tensors] for entry in plan.graphs}
+    assert max(widths["graph"]) < 4 < min(widths["wild"])

@@ -1,0 +1,118 @@
+"""What a menu offers, and at what price."""
+
+import pytest
+import torch
+
+from gact_fx.codec.layout import blob_nbytes
+from gact_fx.planning.allocate_bits import Choice, Menu
+from gact_fx.planning.list_choices import FLOOR, Item, list_choices
+from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
+from gact_fx.records import QUANTIZE, Eligibility, SavedTensor, Sensitivity
+
+GROUP = 256
+NUMEL = 4096
+
+
+def item(value: float | None, numel: int = NUMEL, dtype: torch.dtype = torch.float32, **how: object) -> Item:
+    """A tensor of which c_l was measured, or not."""
+    nbytes = numel * dtype.itemsize
+    tensor = SavedTensor("t", "t#0", "t", "", (numel,), (1,), dtype, 0, nbytes, "nobody")
+    sensitivity = None
+    if value is not None:
+        shares = {"stochastic": 1.0, "dither": 0.4}
+        codes = {
+            (bits, rounding, GROUP): value * share * step_variance(bits)
+            for bits in WIDTHS
+            for rounding, share in shares.items()
+        }
+        sensitivity = Sensitivity(value, {**codes, (16, "stochastic", GROUP): value * 1e-6})
+    return Item(tensor, Eligibility("t", QUANTIZE, "", **how), sensitivity)  # type: ignore[arg-type]
+
+
+def menus(*items: Item, roundings: tuple[str, ...] = ("stochastic", "dither")) -> list[Menu]:
+    return list_choices(items, roundings=roundings, group_sizes=[GROUP])
+
+
+def find(menu: Menu, bits: int | None, rounding: str = "stochastic") -> Choice:
+    (found,) = [choice for choice in menu if (choice.bits, choice.rounding) == (bits, rounding)]
+    return found
+
+
+def test_every_way_is_offered_once_with_its_bytes_and_variance() -> None:
+    (menu,) = menus(item(2.0))
+    assert [(c.bits, c.rounding) for c in menu] == [
+        *((bits, rounding) for bits in WIDTHS for rounding in ("stochastic", "dither")),
+        (16, "stochastic"),
+        (None, "stochastic"),
+    ]
+    for bits in WIDTHS:
+        assert find(menu, bits).nbytes == blob_nbytes(NUMEL, torch.float32, bits, GROUP, 0)
+        assert find(menu, bits).variance == pytest.approx(2.0 * step_variance(bits))
+        assert find(menu, bits, "dither").variance == pytest.approx(0.8 * step_variance(bits))
+    assert (find(menu, None).nbytes, find(menu, None).variance) == (NUMEL * 4, 0)
+
+
+def test_group_sizes() -> None:
+    (menu,) = list_choices([item(2.0)], roundings=["stochastic"], group_sizes=[64, 256])
+    nbytes = {c.group_size: c.nbytes for c in menu if c.bits == 4}
+    assert nbytes == {size: blob_nbytes(NUMEL, torch.float32, 4, size, 0) for size in (64, 256)}
+
+
+def test_masks_have_their_bytes_and_forbid_exactness() -> None:
+    (menu,) = menus(item(2.0, masks=("m",), mask_numel=NUMEL, exact_allowed=False))
+    assert all(choice.bits is not None for choice in menu)
+    assert find(menu, 4).nbytes == blob_nbytes(NUMEL, torch.float32, 4, GROUP, NUMEL)
+
+
+def test_a_least_width() -> None:
+    (menu,) = menus(item(2.0, min_bits=6))
+    assert {choice.bits for choice in menu} == {6, 7, 8, 16, None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_bfloat16_codes_are_for_float32(dtype: torch.dtype) -> None:
+    (menu,) = menus(item(2.0, dtype=dtype))
+    assert 16 not in {choice.bits for choice in menu}
+    assert find(menu, None).nbytes == NUMEL * dtype.itemsize
+
+
+def test_a_view_of_more_memory_costs_all_of_it() -> None:
+    plain = item(2.0)
+    larger = Item(
+        SavedTensor("t", "t#0", "t", "", (NUMEL,), (2,), torch.float32, 0, NUMEL * 8, "nobody"),
+        plain.how,
+        plain.sensitivity,
+    )
+    substitute = Item(larger.tensor, Eligibility("t", QUANTIZE, "", instead="u"), plain.sensitivity)
+    assert [find(menu, None).nbytes for menu in menus(larger, substitute)] == [NUMEL * 8, NUMEL * 4]
+
+
+def test_what_hardly_matters_is_taken_for_a_hundredth_of_the_median() -> None:
+    """Per element: the menu of the least is that of FLOOR times the median."""
+    values = [1e-9, 0.0, 1.0, 3.0, 5.0]
+    found = menus(*(item(value, numel=NUMEL) for value in values))
+    for menu in found[:2]:
+        assert find(menu, 4).variance == pytest.approx(FLOOR * 1.0 * step_variance(4))
+    assert find(found[2], 4).variance == pytest.approx(1.0 * step_variance(4))
+    # What was measured keeps its proportions; what is exactly nothing has those of theory.
+    assert find(found[0], 4, "dither").variance == pytest.approx(0.4 * find(found[0], 4).variance)
+    assert find(found[1], 4, "dither").variance == pytest.approx(0.5 * find(found[1], 4).variance)
+
+
+@pytest.mark.parametrize("value", [None, float("inf"), float("nan")])
+def test_what_was_not_measured_is_like_the_mean(value: float | None) -> None:
+    """Per element, so that a tensor of twice the size counts twice."""
+    _, _, unknown = menus(item(1.0), item(3.0), item(value, numel=2 * NUMEL))
+    assert find(unknown, 3).variance == pytest.approx(2 * 2.0 * step_variance(3))
+
+
+@pytest.mark.parametrize("value", [None, 0.0])
+def test_where_nothing_is_known_all_count_alike(value: float | None) -> None:
+    first, second = menus(item(value), item(value, numel=2 * NUMEL))
+    assert 0 < find(first, 4).variance == pytest.approx(find(second, 4).variance / 2)
+    assert find(first, 4).variance / find(first, 2).variance == pytest.approx(step_variance(4) / step_variance(2))
+
+
+def test_nearest_is_planned_as_if_it_were_stochastic() -> None:
+    stochastic, nearest = (menus(item(2.0), roundings=(rounding,))[0] for rounding in ("stochastic", "nearest"))
+    assert find(nearest, 4, "nearest").variance == find(stochastic, 4).variance

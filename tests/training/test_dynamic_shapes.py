@@ -1,0 +1,135 @@
+"""Batches that vary in rows and length: compiled a few times at first, and then never again."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.training.backend import Backend
+
+Batch = tuple[torch.Tensor, ...]
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, stride=2)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.b(torch.relu(self.bn(self.a(x)))))
+        return F.cross_entropy(self.head(x.mean((2, 3))), y)
+
+    @staticmethod
+    def batch(rows: int, length: int) -> Batch:
+        return torch.randn(rows, 3, 8, 8), torch.randint(0, 10, (rows,))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 32), nn.Embedding(64, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.layer(self.tokens(x) + self.places.weight[: x.shape[1]])
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+    @staticmethod
+    def batch(rows: int, length: int) -> Batch:
+        return torch.randint(0, 50, (rows, length)), torch.randint(0, 50, (rows, length))
+
+
+class Broken(Transformer):
+    """With a graph break, behind which the length is found out anew."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.tokens(x) + self.places.weight[: x.shape[1]])
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(self.layer(h)).flatten(0, 1), y.flatten())
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each graph that a backend of ours is given; True while profiling."""
+    found: list[bool] = []
+    call = Backend.__call__
+
+    def counted(self: Backend, *args: Any) -> Any:
+        found.append(self._interpreted)
+        return call(self, *args)
+
+    monkeypatch.setattr(Backend, "__call__", counted)
+    return found
+
+
+# A convolution's own rule splits batches at 16 rows (torch 2.13), Dynamo those of one row off.
+WARM_UP = [(8, 16), (20, 24), (5, 12), (1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("model", "graphs", "sampled"),
+    [(Cnn, 1, True), (Transformer, 1, True), (Transformer, 1, False), (Broken, 2, False)],
+)
+def test_nothing_is_compiled_after_warm_up(
+    model: Callable[[], Any], graphs: int, sampled: bool, compilations: list[bool]
+) -> None:
+    compressed, exact = model(), model()
+    exact.load_state_dict(compressed.state_dict())
+    samples: dict[str, Any] = {"sample_batches": [compressed.batch(8, 16)]} if sampled else {}
+    gact_fx.compile(compressed, inner="eager", budget_bits=8, min_elements=256, **samples)
+    draw = random.Random(0)
+
+    def step(rows: int, length: int) -> None:
+        batch = compressed.batch(rows, length)
+        compressed(*batch).backward(), exact(*batch).backward()
+        found, wanted = gradients(compressed), gradients(exact)
+        assert len(found) == len(wanted) and relative_error(found, wanted) < 0.02, (rows, length)
+
+    for rows, length in WARM_UP:
+        step(rows, length)
+    # Profiled at one size; the plan, for any number of rows from 2 (or from 2 to 15 and from 16), and for one row.
+    assert compilations.count(True) == graphs and graphs < compilations.count(False) <= 4 * graphs
+    warm = len(compilations)
+    for _ in range(20):
+        step(draw.randint(1, 32), draw.randint(2, 32))
+    assert len(compilations) == warm
+    assert gact_fx.inspect(compressed).ratio > 2
+
+
+class Rows(nn.Module):
+    """The mean over the length of what is small and quick to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)).mean(1)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_the_first_step_may_have_one_row(compilations: list[bool]) -> None:
+    model = gact_fx.compile(Rows(), inner="eager", min_elements=64)
+    for rows, length in [(1, 16), *WARM_UP]:
+        model(torch.randn(rows, length, 16)).backward()
+    warm = len(compilations)
+    for rows in (3, 1, 17):
+        model(torch.randn(rows, 2 * rows + 2, 16)).backward()
+    assert len(compilations) == warm and gact_fx.inspect(model).ratio > 2
+
+
+def test_profiling_again_is_compiled_once_for_all_sizes(compilations: list[bool]) -> None:
+    model = gact_fx.compile(Rows(), inner="eager", min_elements=64, profile_every=2, adaptive=False)
+    counts = []
+    for rows, length in [(8, 16), (20, 24), (5, 12), (7, 9), (11, 30), (13, 31), (9, 9), (3, 20)]:
+        model(torch.randn(rows, length, 16)).backward()
+        counts.append(compilations.count(True))
+    # The very first step at one size, and the steps that are profiled again at any.
+    assert counts[-1] == 2 and counts[0] == 1
