@@ -27,7 +27,7 @@ def test_vector_instructions_are_looked_for_beside_profiling(
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", watched)
     find = compilers._find_instructions
     find.cache_clear()
-    monkeypatch.setattr(inner, "_find_instructions", lambda: calls.append(find()))
+    monkeypatch.setattr(compilers, "_find_instructions", lambda: calls.append(find()))
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     gact_fx.compile(model, sample_batches=[torch.randn(32, 64)], loss_fn=lambda m, x: m(x).sum(), inner=compiler)
     assert bool(calls) == is_called
