@@ -6,46 +6,50 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gact_fx.codec.layout import BFLOAT16_BITS, check_rounding
-from gact_fx.records import Eligibility, SavedTensor, Sensitivity
+from gact_fx.codec.code import Code
+from gact_fx.codec.layout import check_rounding
+from gact_fx.records import SavedTensor, Sensitivity
 
 FORMAT = 2
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One saved tensor, by its key: ``bits`` per code (None: kept exact), slot seed, measured sensitivity, rounding and
-    group size.
+    """One saved tensor, by its key: its ``code`` (None: kept exact) and measured sensitivity.
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: stochastic rounding in groups of 256 adds
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
-    ``merged``: the codes tell the mask `Eligibility.merges` as well.
+    ``merged``: the codes tell one of the tensor's masks as well.
     """
 
     key: str
-    bits: int | None
-    seed: int
-    sensitivity: float | None
-    rounding: str = "stochastic"
-    group_size: int = 256
+    code: Code | None
+    sensitivity: float | None = None
     merged: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits is not None:
-            check_rounding("Plan", self.rounding, self.bits)
+        if self.code is not None:
+            check_rounding("Plan", self.code.rounding, self.code.bits)
 
-    def fits(self, tensor: SavedTensor, how: Eligibility) -> bool:
-        """Whether a decision made for another graph can be kept to for ``tensor``."""
-        if self.bits is None:
-            return how.exact_allowed
-        if self.merged and not how.merges:
-            return False
-        can_be_coded = self.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
-        return self.bits >= how.min_bits and can_be_coded
+    @property
+    def bits(self) -> int | None:
+        """Width of the code, None where kept exact."""
+        return None if self.code is None else self.code.bits
+
+    def to_data(self) -> dict[str, Any]:
+        """The entry as it is saved."""
+        code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
+        return {"key": self.key, **code, "sensitivity": self.sensitivity, "merged": self.merged}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> TensorPlan:
+        """The entry from what `to_data` gave."""
+        code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
+        return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], data["merged"])
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,12 @@ class Plan:
         best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
         return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
 
-    def choices(self) -> dict[tuple[str, str], tuple[int | None, str, int, bool]]:
-        """Bits, rounding, group size and whether a mask is merged, by graph and tensor."""
+    def choices(self) -> dict[tuple[str, str], tuple[Code | None, bool]]:
+        """Codes, their seeds aside, and whether a mask is merged, by graph and tensor."""
         return {
-            (g.fingerprint, t.key): (t.bits, t.rounding, t.group_size, t.merged) for g in self.graphs for t in g.tensors
+            (g.fingerprint, t.key): (None if t.code is None else replace(t.code, seed=0), t.merged)
+            for g in self.graphs
+            for t in g.tensors
         }
 
     def variance_on(self, sensitivities: Mapping[str, Mapping[str, Sensitivity]]) -> float | None:
@@ -105,19 +111,19 @@ class Plan:
         terms = []
         for graph in self.graphs:
             for tensor in graph.tensors:
-                if tensor.bits is None:
+                if tensor.code is None:
                     continue
                 found = sensitivities.get(graph.fingerprint, {}).get(tensor.key)
-                code = (tensor.bits, "dither" if tensor.rounding == "dither" else "stochastic", tensor.group_size)
-                variances = {} if found is None else found.merged if tensor.merged else found.variances
-                if code not in variances:
+                variance = None if found is None else found.variance(tensor.code, merged=tensor.merged)
+                if variance is None:
                     return None
-                terms.append(graph.runs * variances[code])
+                terms.append(graph.runs * variance)
         return math.fsum(terms)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        graphs = [{**vars(graph), "tensors": [t.to_data() for t in graph.tensors]} for graph in self.graphs]
+        Path(path).write_text(json.dumps({"format": FORMAT, **vars(self), "graphs": graphs}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -139,8 +145,7 @@ class Plan:
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:
-    # Plans of version 0.1 say whether a tensor shared its codes with others.
-    tensors = tuple(TensorPlan(**{k: v for k, v in tensor.items() if k != "shared"}) for tensor in data["tensors"])
+    tensors = tuple(TensorPlan.from_data(tensor) for tensor in data["tensors"])
     return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]), data["runs"])
 
 

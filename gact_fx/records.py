@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# How a tensor's codes are made: bits, rounding, group size.
-Code = tuple[int, str, int]
-
-KEEP, QUANTIZE, MASK, PACK, ALIAS, DROP = "keep", "quantize", "mask", "pack", "alias", "drop"
+from gact_fx.codec.code import Code
 
 
 @dataclass(frozen=True)
@@ -73,67 +70,25 @@ class Standardization:
 
 
 @dataclass(frozen=True)
-class Eligibility:
-    """How one saved tensor may be stored, and why not where it may not.
-
-    ``encoding``: ``"quantize"`` (codes of some width), ``"mask"`` (1 bit, exact), ``"pack"`` (integers, exact, in
-    ``min_bits`` bits), ``"alias"`` (the blob of ``alias_of`` serves), ``"drop"`` (backward does not read it) or
-    ``"keep"``. ``masks`` names the backward nodes whose exact
-    boolean values travel in the tensor's blob. ``order`` lists the dimensions from the slowest to the fastest in
-    memory. ``instead`` names a backward node, as large as the tensor, that is stored in its place.
-    ``merges`` names the one of ``masks`` that the codes themselves can tell, if the plan says so.
-    ``min_bits`` is the least width at which its error stays in proportion. Integers are packed modulo ``modulus`` if
-    there is one: they index something of that size, where i and i - modulus are the same.
-    """
-
-    name: str
-    encoding: str
-    reason: str
-    masks: tuple[str, ...] = ()
-    merges: str = ""
-    mask_numel: int = 0
-    order: tuple[int, ...] = ()
-    alias_of: str = ""
-    instead: str = ""
-    standardization: Standardization | None = None
-    min_bits: int = 1
-    modulus: int | None = None
-    # False where its masks travel in its blob.
-    exact_allowed: bool = True
-    # False where only the masks are read in backward, so that no value needs storing.
-    values: bool = True
-
-    @property
-    def is_compressed(self) -> bool:
-        return self.encoding != KEEP
-
-
-@dataclass(frozen=True)
-class GraphAnalysis:
-    """What the analyses found in one pair of graphs: both tuples in the order of forward's outputs."""
-
-    saved: tuple[SavedTensor, ...]
-    eligibility: tuple[Eligibility, ...]
-
-    def quantized(self) -> list[tuple[SavedTensor, Eligibility]]:
-        """The tensors whose width is to be chosen."""
-        return [
-            (t, e) for t, e in zip(self.saved, self.eligibility, strict=True) if e.encoding == QUANTIZE and e.values
-        ]
-
-
-@dataclass(frozen=True)
 class Sensitivity:
     """What rounding one saved tensor does to the gradient, in units of squared gradient.
 
     ``value`` is GACT's c_l: the variance that stochastic rounding at 4 bits in groups of 256 adds, over S(4).
-    ``variances`` has the variance that each way of coding it adds, ``merged`` the same for codes that tell a mask as
-    well (empty where they cannot, or nothing is known of what they would do to the elements that it stops).
+    ``variances`` has the variance that each code (seed 0) adds, ``merged`` the same for codes that tell a mask as well
+    (empty where they cannot, or nothing is known of what they would do to the elements that it stops).
     """
 
     value: float
     variances: Mapping[Code, float]
     merged: Mapping[Code, float] = field(default_factory=dict)
+
+    def variance(self, code: Code, *, merged: bool = False) -> float | None:
+        """What ``code`` adds, whatever its seed; None where that was not measured.
+
+        Rounding to nearest is for debugging, and counts as if it were stochastic.
+        """
+        kind = "dither" if code.rounding == "dither" else "stochastic"
+        return (self.merged if merged else self.variances).get(Code(code.bits, kind, code.group_size))
 
     @classmethod
     def mean(cls, several: Sequence[Sensitivity]) -> Sensitivity:

@@ -1,36 +1,63 @@
-"""The passes, in the order in which they run on one model.
+"""The passes: the table of contents of the compiler.
 
-1. ``mark_recomputation``   in the joint graph: what backward may compute again, and what must be saved
-   (``share_softmax``       log-softmax's exponential, in backward, from forward's, where scores were capped;
-   ``choose_products``      which matrix products and attention, with recompute="full";
-   PyTorch's min-cut partitioner then cuts the joint graph in two)
-2. ``recompute_attention``  fused attention's logsumexp is computed again in backward, from what query and key became
-3. ``expose_decisions``     ReLU, clamp and the like as comparisons, in backward
-4. ``find_saved_tensors``   what forward keeps for backward, and who else holds it
-5. ``decide_eligibility``   which of it may be compressed, and how, with a reason for each refusal
-   (``find_masks``          the decisions backward takes from saved values, to be stored exactly;
-   ``find_substitutes``     what to store instead of a value that backward reads through a nonlinear chain;
-   ``find_standardizations`` what batch norm reads, to be coded as it normalises it, folded by the mask behind it;
-   ``merge_masks``          the mask that codes can tell as well, if the plan says so, and the arithmetic of it;
-   ``bound_indices``        the range of indices, which are packed)
-6. ``measure_adjoint``      how much each tensor's rounding error moves the gradient, on a real step
-   (``cut_backward``        the segments in which that is done, so that it fits in memory;
-   ``measure_sensitivity``  the same one tensor at a time, by GACT's Algorithm 1;
-   ``measure_rounding``     the error that every width, rounding and group size makes;
-   ``find_crossings``       activations that several graphs hold, to be stored once)
-7. ``list_choices``         the ways in which each tensor may be stored, with bytes and variance
-8. ``allocate_bits``        one of them for each tensor, under the budget of the whole model
-9. ``insert_compression``   compress into forward, decompress into backward
-   (``insert_decompression`` the latter;
-   ``standardize``          the arithmetic before and after)
-10. ``defer_recomputation`` what backward computes from saved values, right before its first use
-11. ``verify_graphs``       the contract with AOTAutograd
-12. ``swap_codes``          blobs to host memory and back ahead of their use, with swap=True and on a GPU; not in the
-   graphs that are profiled or replayed; 11 runs again behind it
-13. ``fuse_codec``          compress and decompress spelled out for Inductor to fuse, where that is the faster way
+`PIPELINE` lists the passes in the order in which they run over one graph of a model, from the joint graph that
+AOTAutograd traces to the pair that the inner compiler gets: first with every code at 8 bits, for profiling, then by the
+plan. A pass is a file of this folder with a function of its name, and a line here. The other files serve the passes:
 
-1 to 5 and 9 to 13 run when a graph is compiled: first at 8 bits, for profiling, then by the plan. 6 runs on recorded
-training steps, 7 and 8 once for all graphs. Only 2, 3, 9, 10, 12 and 13 edit graphs, and
-``share_softmax`` the joint one. ``gact_fx.training.rewrite`` runs those on
-graph pairs, times them, and keeps the graphs' text before and after each edit.
+- ``find_refusals``, ``find_masks``, ``find_substitutes``, ``find_standardizations``, ``merge_masks`` and
+  ``bound_indices`` are analyses behind `decide_eligibility`;
+- ``encodings``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` write and read what is stored;
+- ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.
 """
+
+from gact_fx.passes.choose_products import choose_products
+from gact_fx.passes.copy_for_replay import copy_for_replay
+from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
+from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.defer_recomputation import defer_recomputation
+from gact_fx.passes.expose_decisions import expose_decisions
+from gact_fx.passes.find_plan import find_plan
+from gact_fx.passes.find_saved_tensors import find_saved_tensors
+from gact_fx.passes.fuse_codec import fuse_codec
+from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.mark_recomputation import mark_recomputation
+from gact_fx.passes.partition import partition
+from gact_fx.passes.pipeline import Pass
+from gact_fx.passes.read_masks import read_masks
+from gact_fx.passes.read_values import read_values
+from gact_fx.passes.recompute_attention import recompute_attention
+from gact_fx.passes.share_softmax import share_softmax
+from gact_fx.passes.swap_codes import swap_codes
+
+JOINT, FORWARD, BACKWARD = ("joint",), ("forward",), ("backward",)
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass("share_softmax", share_softmax, edits=JOINT, when=lambda c: c.config.recompute != "off"),
+    Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
+    Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
+    Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),
+    Pass("partition", partition, gives="pair"),
+    Pass("recompute_attention", recompute_attention, edits=BACKWARD),
+    Pass("expose_decisions", expose_decisions, edits=BACKWARD),
+    Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
+    Pass("decide_eligibility", decide_eligibility, gives="analysis"),
+    Pass("find_plan", find_plan, gives="plan"),
+    Pass("insert_compression", insert_compression, edits=FORWARD, gives="reads", unfinished=True),
+    Pass("read_masks", read_masks, edits=BACKWARD, gives="exact_masks", unfinished=True),
+    Pass("read_values", read_values, edits=BACKWARD),
+    Pass("defer_recomputation", defer_recomputation, edits=BACKWARD),
+    Pass("copy_for_replay", copy_for_replay, gives="replayable"),
+    Pass(
+        "swap_codes",
+        swap_codes,
+        edits=FORWARD + BACKWARD,
+        gives="swapped",
+        when=lambda c: c.config.swap and not c.is_profiling,
+    ),
+    Pass(
+        "fuse_codec",
+        fuse_codec,
+        edits=FORWARD + BACKWARD,
+        when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off",
+    ),
+)

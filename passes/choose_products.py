@@ -16,11 +16,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.operators import OpOverload
+from gact_fx.passes.encodings import GraphAnalysis, Quantize, fixed_nbytes
 from gact_fx.passes.find_substitutes import bends_without_bound
 from gact_fx.passes.mark_recomputation import is_cheap
-from gact_fx.records import QUANTIZE, GraphAnalysis
+from gact_fx.passes.pipeline import Context
 
 # Width at which the bytes of a cut are compared with the budget.
 USUAL_BITS = 4
@@ -37,11 +38,15 @@ class _Candidate:
     needs: frozenset[str]
 
 
-def choose_products(pair: GraphPair, analysis: GraphAnalysis, spare_nbytes: float | None) -> frozenset[str]:
+def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     """Names of the nodes to compute again, given the cut with cheap recomputation alone.
 
-    ``spare_nbytes``: bytes, at 4 bits per element, to be freed; None frees what can be.
+    With ``budget_bytes`` these free what the usual width would take beyond it; without, what can be freed.
     """
+    assert context.try_cut is not None
+    pair, analysis = context.try_cut(joint)
+    budget = context.config.budget_bytes
+    spare_nbytes = None if budget is None else usual_nbytes(analysis) - budget
     chosen: set[str] = set()
     dropped: set[str] = set()
     needed: set[str] = set()
@@ -58,15 +63,22 @@ def choose_products(pair: GraphPair, analysis: GraphAnalysis, spare_nbytes: floa
     return frozenset(chosen)
 
 
+def usual_nbytes(analysis: GraphAnalysis) -> float:
+    """Bytes that a graph holds with every code of the usual width."""
+    return fixed_nbytes(analysis) + sum(tensor.numel for tensor, _ in analysis.quantized()) * USUAL_BITS / 8
+
+
 def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     sources = {value.source: value.name for value in pair.saved_values()}
     slots = {value.name: value for value in pair.saved_values()}
     backward = {node.name: node for node in pair.backward.graph.nodes}
     found = []
-    for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True):
+    for tensor, how in analysis.pairs():
         value = slots[tensor.name]
         # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
-        if how.encoding != QUANTIZE or (how.instead and bends_without_bound(value.placeholder, backward[how.instead])):
+        if not isinstance(how, Quantize) or (
+            how.instead and bends_without_bound(value.placeholder, backward[how.instead])
+        ):
             continue
         region = _region(value.source, sources)
         if region is None:

@@ -1,174 +1,146 @@
-"""Decide which saved tensors may be compressed, and how, with a reason for each refusal."""
+"""Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import getitem
 
 import torch
 from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
+from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.sizes import SizeBuilder, hint
+from gact_fx.graphs.compilers import channels_last_nodes
+from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
+from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
+from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
-from gact_fx.passes.find_substitutes import find_substitutes
+from gact_fx.passes.find_substitutes import Substitutes, find_substitutes
 from gact_fx.passes.merge_masks import find_merge
-from gact_fx.records import (
-    ALIAS,
-    DROP,
-    KEEP,
-    MASK,
-    PACK,
-    QUANTIZE,
-    Eligibility,
-    GraphAnalysis,
-    SavedTensor,
-)
-
-aten = torch.ops.aten
+from gact_fx.passes.pipeline import Context
+from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that follow from it take as much memory as it does"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6
 _PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
-_OWNERS = {
-    "parameter": "a parameter or buffer, held anyway",
-    "caller": "an input that the caller holds",
-    "symbol": "not a tensor",
-}
-# Reductions whose results are per-row statistics (means, variances, maxima of softmax, logsumexp): few, and every
-# element of the row depends on them.
-_REDUCTIONS = frozenset(
-    {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
-     aten.prod, aten.norm, aten.linalg_vector_norm}
-)  # fmt: skip
-# Outputs of fused operators that are statistics: (operator, index) of the getitem.
-_STATISTICS = frozenset(
-    {(aten.native_layer_norm, 1), (aten.native_layer_norm, 2), (aten.native_group_norm, 1), (aten.native_group_norm, 2),
-     (aten.native_batch_norm, 1), (aten.native_batch_norm, 2), (aten._native_batch_norm_legit_functional, 1),
-     (aten._native_batch_norm_legit_functional, 2), (aten._native_batch_norm_legit_functional, 3),
-     (aten._native_batch_norm_legit_functional, 4), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
-     (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
-     (aten._scaled_dot_product_cudnn_attention, 1)}
-)  # fmt: skip
-# Results that backward divides by what they came from, or multiplies by an inverse: an error in them grows without
-# bound as that comes near zero, or becomes singular.
-_MAGNIFIED = frozenset(
-    {aten.copysign, aten.linalg_pinv, aten.linalg_inv_ex, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
-     aten.linalg_lu, aten.linalg_qr, aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten._linalg_det,
-     aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_lstsq}
-)  # fmt: skip
-_INVERTED = (aten.linalg_pinv, aten.linalg_lstsq)
-_SCATTERED = (aten.scatter_reduce, aten.index_reduce)
 
 
-def decide_eligibility(
-    pair: GraphPair,
-    saved: tuple[SavedTensor, ...],
-    *,
-    min_elements: int,
-    channels_last: frozenset[str] = frozenset(),
-    trust_unknown: bool = False,
-) -> GraphAnalysis:
-    """The encoding of every saved tensor; ``channels_last`` names those that the inner compiler lays out so.
-
-    With ``trust_unknown``, also what operators read that gact_fx does not know.
-    """
-    sources = {value.name: value.source for value in pair.saved_values()}
-    slots = {value.name: value.placeholder for value in pair.saved_values()}
-    sizes = SizeBuilder(pair.backward.graph)
-    nodes = {node.name: node for node in pair.backward.graph.nodes}
-    ranges = {t.name: _index_range(t, sources[t.name], slots[t.name], min_elements) for t in saved}
-    bits = {name: _bits(found) for name, found in ranges.items()}
-    reasons = {t.name: "" if bits[t.name] else _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
-    while True:
-        _refuse_shared(saved, reasons)
-        lossy = frozenset(t.name for t in saved if not (reasons[t.name] or bits[t.name] or t.dtype is torch.bool))
-        masks = find_masks(pair, lossy)
-        substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts), trust_unknown=trust_unknown)
-        mask_numel = _mask_numel(masks, nodes)
-        # A comparison of all pairs can be far larger than what is compared.
-        too_large = {t.name: _TOO_LARGE for t in saved if mask_numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
-        refused = {**masks.refused, **substitutes.refused, **too_large}
-        if not refused.keys() - {name for name, reason in reasons.items() if reason}:
-            break
-        reasons.update(refused)
-    aliases = _aliases(saved, reasons, masks)
-    taken: set[str] = set()
-    read = values_read(pair, frozenset({*masks.hosts, *substitutes.instead.values()}))
-    # Inputs and results lie in memory as they were traced.
-    reordered = channels_last - set(aliases.values()) - {t.name for t in saved if t.boundary is not None}
-    decisions = []
-    for tensor in saved:
-        name = tensor.name
-        own = tuple(mask for mask, host in masks.hosts.items() if host == name)
-        instead = "" if name in aliases or name in aliases.values() else substitutes.instead.get(name, "")
-        is_needed = bool(own) or name in read or (instead and instead not in taken)
-        if tensor.owner in ("nobody", "output") and not is_needed:
-            decisions.append(Eligibility(name, DROP, "backward does not read it"))
-            continue
-        if bits[name]:
-            order = _order(tensor.stride, False)
-            reason = "integers of a known range, packed exactly"
-            modulus = found.limit if (found := ranges[name]) is not None and found.wraps else None
-            decisions.append(Eligibility(name, PACK, reason, order=order, min_bits=bits[name], modulus=modulus))
-            continue
-        if reasons[name]:
-            decisions.append(Eligibility(name, KEEP, reasons[name]))
-            continue
-        decision = Eligibility(
-            name,
-            MASK if tensor.dtype is torch.bool else QUANTIZE,
-            "boolean, stored exactly" if tensor.dtype is torch.bool else "",
-            masks=own,
-            mask_numel=mask_numel.get(name, 0),
-            min_bits=CURVED_BITS if name in substitutes.curved else 1,
-            order=_order(_steps(tensor), name in reordered),
-            values=name in masks.values,
-        )
-        if decision.values and instead:
-            taken.add(instead)
-            node = nodes[instead]
-            order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in reordered)
-            reason = f"stored as what backward makes of it ({node.target})"
-            decision = replace(decision, instead=instead, order=order, reason=reason)
-        if not decision.values:
-            decision = replace(decision, encoding=MASK, reason="backward only compares it")
-        if name in aliases:
-            reason = f"the same memory as {aliases[name]}"
-            decision = Eligibility(name, ALIAS, reason, alias_of=aliases[name], order=_order(tensor.stride, False))
-        decisions.append(decision)
-    decisions = [replace(how, exact_allowed=not how.masks) for how in decisions]
-    decisions = _standardized(pair, decisions, read)
+def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
+    """The encoding of every saved tensor."""
+    config, saved = context.config, context.saved
+    decisions = _Decisions(pair, saved, config)
+    encodings = [decisions.encoding(tensor) for tensor in saved]
+    shared = {how.of for how in encodings if isinstance(how, Alias)}
+    encodings = _standardized(pair, encodings, shared, decisions.read)
     # Views of the same codes would read NaN.
-    shared = {how.alias_of for how in decisions}
-    decisions = [
-        how if how.name in shared else replace(how, merges=find_merge(how, sources[how.name], slots[how.name], nodes))
-        for how in decisions
-    ]
-    return GraphAnalysis(saved, tuple(decisions))
+    return GraphAnalysis(saved, tuple(how if how.name in shared else decisions.merging(how) for how in encodings))
 
 
-def _standardized(pair: GraphPair, decisions: list[Eligibility], read: frozenset[str]) -> list[Eligibility]:
-    """``decisions``, and what `find_standardizations` finds for quantized tensors whose blob serves no other."""
-    shared = {how.alias_of for how in decisions}
-    alone = [how for how in decisions if how.encoding == QUANTIZE and how.values and how.name not in shared]
+class _Decisions:
+    """What the analyses say of all saved tensors together; `encoding` says what follows for one of them."""
+
+    def __init__(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> None:
+        min_elements = config.min_elements
+        self._values = values = {value.name: value for value in pair.saved_values()}
+        ranges = {
+            t.name: _index_range(t, values[t.name].source, values[t.name].placeholder, min_elements) for t in saved
+        }
+        self._ranges = {name: found for name, found in ranges.items() if found is not None}
+        self._nodes = {node.name: node for node in pair.backward.graph.nodes}
+        refused = find_refusals(pair, saved, min_elements=min_elements)
+        self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
+        self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
+        self._mask_numel = _mask_numel(self._masks, self._nodes)
+        self.aliases = _aliases(saved, self._reasons, self._masks)
+        instead = self._substitutes.instead.values()
+        self.read = values_read(pair, frozenset({*self._masks.hosts, *instead}))
+        # Inputs and results lie in memory as they were traced.
+        fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
+        self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
+        # Two tensors may have one end of their chains, which is stored in the place of the first.
+        self._taken: set[str] = set()
+
+    def _settle(
+        self, pair: GraphPair, saved: tuple[SavedTensor, ...], trust_unknown: bool
+    ) -> tuple[MaskAnalysis, Substitutes]:
+        """Refuse tensors until what is left can be compressed together."""
+        while True:
+            _refuse_shared(saved, self._reasons)
+            exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
+            lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
+            masks = find_masks(pair, lossy)
+            substitutes = find_substitutes(
+                pair, lossy & masks.values, frozenset(masks.hosts), trust_unknown=trust_unknown
+            )
+            numel = _mask_numel(masks, self._nodes)
+            # A comparison of all pairs can be far larger than what is compared.
+            too_large = {t.name: _TOO_LARGE for t in saved if numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
+            refused = {**masks.refused, **substitutes.refused, **too_large}
+            if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
+                return masks, substitutes
+            self._reasons.update(refused)
+
+    def encoding(self, tensor: SavedTensor) -> Encoding:
+        """How ``tensor`` is stored; asked for all tensors in their order."""
+        name, host = tensor.name, self.aliases.get(tensor.name)
+        own = tuple(mask for mask, of in self._masks.hosts.items() if of == name)
+        is_shared = host is not None or name in self.aliases.values()
+        instead = "" if is_shared else self._substitutes.instead.get(name, "")
+        is_needed = bool(own) or name in self.read or (instead and instead not in self._taken)
+        if tensor.owner in ("nobody", "output") and not is_needed:
+            return Drop(name, "backward does not read it")
+        if name in self._ranges:
+            found = self._ranges[name]
+            modulus = found.limit if found.wraps else None
+            order = _order(tensor.stride, False)
+            return Pack(name, "integers of a known range, packed exactly", order, _bits(found), modulus)
+        if self._reasons[name]:
+            return Keep(name, self._reasons[name])
+        if host is not None:
+            return Alias(name, f"the same memory as {host}", host)
+        order = _order(_steps(tensor), name in self._reordered)
+        if tensor.dtype is torch.bool:
+            return Mask(name, "boolean, stored exactly", order)
+        mask_numel = self._mask_numel.get(name, 0)
+        if name not in self._masks.values:
+            return Mask(name, "backward only compares it", order, own, mask_numel)
+        min_bits = CURVED_BITS if name in self._substitutes.curved else 1
+        if not instead:
+            return Quantize(name, "", order, own, mask_numel, min_bits=min_bits)
+        self._taken.add(instead)
+        node = self._nodes[instead]
+        order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in self._reordered)
+        reason = f"stored as what backward makes of it ({node.target})"
+        return Quantize(name, reason, order, own, mask_numel, instead=instead, min_bits=min_bits)
+
+    def merging(self, how: Encoding) -> Encoding:
+        """``how`` with the mask that its codes could tell."""
+        if not isinstance(how, Quantize):
+            return how
+        value = self._values[how.name]
+        ends = value.source, value.placeholder, self._nodes
+        return replace(how, merges=find_merge(how.masks, how.instead, how.standardization, *ends))
+
+
+def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], read: frozenset[str]) -> list[Encoding]:
+    """``encodings``, and what `find_standardizations` finds for quantized tensors whose blob serves no other."""
+    alone = [how for how in encodings if isinstance(how, Quantize) and how.name not in shared]
     found = find_standardizations(
         pair,
         {how.name: how.instead for how in alone},
         {how.name: how.masks for how in alone},
-        frozenset(how.name for how in decisions if how.encoding == KEEP) & read,
+        frozenset(how.name for how in encodings if isinstance(how, Keep)) & read,
     )
     return [
         replace(how, standardization=by, reason="; ".join(filter(None, (how.reason, "standardised as by batch norm"))))
-        if (by := found.get(how.name)) is not None
+        if isinstance(how, Quantize) and (by := found.get(how.name)) is not None
         else how
-        for how in decisions
+        for how in encodings
     ]
 
 
@@ -178,27 +150,6 @@ def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, 
     for mask, host in masks.hosts.items():
         total[host] = total.get(host, 0) + hint(nodes[mask].meta["val"].numel())
     return total
-
-
-def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
-    if tensor.owner in _OWNERS:
-        return _OWNERS[tensor.owner]
-    if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
-        return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
-    if tensor.numel < max(min_elements, 1):
-        return f"fewer than {max(min_elements, 1)} elements"
-    if tensor.nbytes > tensor.storage_nbytes:
-        return "an expanded view, smaller in memory than as values"
-    if tensor.dtype is not torch.bool and _is_statistic(node):
-        return "a statistic of rows or channels"
-    if tensor.dtype is not torch.bool and _is_magnified(node):
-        return "backward magnifies its errors, by the inverse of what it came from"
-    roots = _roots(node)
-    if all(root.name in pair.static_inputs for root in roots):
-        return "computed from parameters alone" if roots else "a constant"
-    if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
-        return "its size is not known in backward"
-    return ""
 
 
 def _index_range(tensor: SavedTensor, node: fx.Node, slot: fx.Node, min_elements: int) -> IndexRange | None:
@@ -218,49 +169,6 @@ def _index_range(tensor: SavedTensor, node: fx.Node, slot: fx.Node, min_elements
 def _bits(found: IndexRange | None) -> int:
     """Bits that hold every value exactly, 0 where none are known."""
     return 0 if found is None else max(found.limit - 1, 1).bit_length()
-
-
-def _is_statistic(node: fx.Node) -> bool:
-    """Whether ``node`` is a reduction, or pointwise work on reductions alone (``rsqrt(var + eps)``)."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if node.op != "call_function":
-        return False
-    if packet is None:  # getitem
-        parent, index = node.args[0], node.args[1]
-        parent_packet = getattr(parent.target, "overloadpacket", None) if isinstance(parent, fx.Node) else None
-        return parent_packet in _REDUCTIONS or (parent_packet, index) in _STATISTICS
-    if packet in _REDUCTIONS:
-        return True
-    is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in (
-        aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.permute, aten.clone, aten.detach, aten.alias,
-    )  # fmt: skip
-    inputs = node.all_input_nodes
-    return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
-
-
-def _is_magnified(node: fx.Node) -> bool:
-    # These meet their own inverse in backward.
-    if any(getattr(user.target, "overloadpacket", None) in _INVERTED for user in node.users):
-        return True
-    while getattr(node.target, "overloadpacket", None) in (aten.detach, aten.alias) or node.target is getitem:
-        node = node.all_input_nodes[0]
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet in _MAGNIFIED or (packet in _SCATTERED and "prod" in node.args)
-
-
-def _roots(node: fx.Node) -> set[fx.Node]:
-    """The placeholders and random operators that ``node`` is computed from."""
-    stack, seen, roots = [node], set(), set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        tags = getattr(current.target, "tags", ())
-        if current.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
-            roots.add(current)
-        stack.extend(current.all_input_nodes)
-    return roots
 
 
 def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:

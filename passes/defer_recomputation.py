@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import dependents
+from gact_fx.passes.pipeline import Context
 
 
-def defer_recomputation(pair: GraphPair) -> GraphPair:
+def defer_recomputation(pair: GraphPair, context: Context) -> None:
     """Reorder ``pair.backward`` in place; only nodes that do not depend on tangents move."""
     graph = pair.backward.graph
     tangents = pair.tangents()
@@ -19,6 +20,3 @@ def defer_recomputation(pair: GraphPair) -> GraphPair:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node not in depends and node.users:
             min(node.users).prepend(node)
-    graph.lint()
-    pair.backward.recompile()
-    return pair

@@ -15,11 +15,12 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, dependents
+from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 
 
-def expose_decisions(pair: GraphPair) -> GraphPair:
+def expose_decisions(pair: GraphPair, context: Context) -> None:
     """Edit ``pair.backward`` in place: every operator with a kink that does not depend on tangents."""
     graph = pair.backward.graph
     tangents = pair.tangents()
@@ -33,10 +34,6 @@ def expose_decisions(pair: GraphPair) -> GraphPair:
                 if spelled is not None:
                     _compare_inputs_instead(node)
                     node.replace_all_uses_with(spelled)
-    graph.eliminate_dead_code()
-    graph.lint()
-    pair.backward.recompile()
-    return pair
 
 
 class _Writer:

@@ -12,10 +12,11 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
+from gact_fx.passes.pipeline import Context
 from gact_fx.records import Boundary, SavedTensor
 
 
-def find_saved_tensors(pair: GraphPair) -> tuple[SavedTensor, ...]:
+def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, ...]:
     """One record per saved value, in the order of forward's outputs.
 
     Storages are compared through the fake tensors of tracing, so that views of one buffer get one number.

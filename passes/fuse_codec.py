@@ -16,7 +16,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gact_fx.codec import reference
+from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.compilers import decompositions
+from gact_fx.passes.pipeline import Context
 
 _SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.gact_fx.compress.default: reference.compress_whole,
@@ -24,23 +27,21 @@ _SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def fuse_codec(
-    pair: GraphPair, wanted: Callable[[torch.device], bool], decompositions: Mapping[Any, Callable[..., Any]]
-) -> int:
-    """Replace, in place, the operators on devices that are ``wanted``; returns how many were replaced.
-
-    ``decompositions`` are the inner compiler's own: graphs that come out of the partitioner are not decomposed again.
-    """
+def fuse_codec(pair: GraphPair, context: Context) -> int:
+    """Replace the operators in place, where the configuration or the device asks for it; returns how many."""
     count = 0
+    # The inner compiler's own: graphs that come out of the partitioner are not decomposed again.
+    table = decompositions()
+
+    def wanted(device: torch.device) -> bool:
+        return context.config.fuse == "on" or not has_compiled_kernels(device.type)
+
     for module in (pair.forward, pair.backward):
         graph = module.graph
         for node in list(graph.nodes):
             if node.target in _SPELLED_OUT and wanted(node.meta["val"].device):
-                _inline(graph, node, decompositions)
+                _inline(graph, node, table)
                 count += 1
-        graph.eliminate_dead_code()
-        graph.lint()
-        module.recompile()
     return count
 
 

@@ -12,15 +12,15 @@ The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_masks import is_discontinuous, is_known
+from gact_fx.passes.pipeline import Context
 from gact_fx.passes.share_softmax import is_exp_of_bent
 
 aten = torch.ops.aten
@@ -42,17 +42,15 @@ _CHEAP_PRIMS = frozenset(
 )  # fmt: skip
 
 
-def mark_recomputation(
-    nodes: Iterable[fx.Node], static: frozenset[fx.Node], *, recompute: str, products: frozenset[str] = frozenset()
-) -> bool:
+def mark_recomputation(joint: JointGraph, context: Context) -> bool:
     """Set ``node.meta["recompute"]`` in place, and return whether whatever is not marked may be recomputed.
 
-    ``nodes`` are those of the joint graph that do not depend on tangents, in graph order; ``static`` the placeholders
-    of parameters and buffers that forward leaves as they are. ``recompute`` is `Config.recompute`: with ``"off"`` only
-    what comes from those alone is marked. ``products`` names expensive nodes that are to be computed again anyway.
+    With ``Config.recompute="off"`` only what comes from parameters and buffers alone is marked. ``context.products``
+    names expensive nodes that are to be computed again anyway.
     """
-    from_parameters = set(static)
-    for node in nodes:
+    recompute, products = context.config.recompute, context.products
+    from_parameters = set(joint.parameters())
+    for node in joint.before_tangents():
         if node.op != "call_function":
             continue
         # Constants have no inputs at all.

@@ -11,14 +11,14 @@ channel sum to zero. Backward multiplies them with nothing but the mean of ``dy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from gact_fx.records import QUANTIZE, Eligibility
+from gact_fx.records import Standardization
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -38,20 +38,27 @@ class Stopped:
     channel: int = 1
 
 
-def find_merge(how: Eligibility, source: fx.Node, slot: fx.Node, backward: Mapping[str, fx.Node]) -> str:
-    """The mask of ``how`` that its codes can tell, true where a ReLU stops the values; '' where there is none.
+def find_merge(
+    masks: Sequence[str],
+    instead: str,
+    by: Standardization | None,
+    source: fx.Node,
+    slot: fx.Node,
+    backward: Mapping[str, fx.Node],
+) -> str:
+    """The one of a tensor's ``masks`` that its codes can tell, true where a ReLU stops the values; '' if there is none.
 
-    ``source`` and ``slot`` are the saved tensor in forward and in backward.
+    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised; ``source`` and ``slot``
+    are the saved tensor in forward and in backward.
     """
     # The steps of groups with NaN have 4 bits of mantissa, but float64's a single one.
-    if how.encoding != QUANTIZE or not how.values or source.meta["val"].dtype == torch.float64:
+    if source.meta["val"].dtype == torch.float64:
         return ""
-    if how.standardization is not None:
-        sign = how.standardization.sign
-        return sign if sign and _is_relu(backward[sign]) else ""
-    if how.instead or source.target is not aten.relu.default:
+    if by is not None:
+        return by.sign if by.sign and _is_relu(backward[by.sign]) else ""
+    if instead or source.target is not aten.relu.default:
         return ""
-    return next((mask for mask in how.masks if _is_relu(backward[mask]) and _compared(backward[mask]) is slot), "")
+    return next((mask for mask in masks if _is_relu(backward[mask]) and _compared(backward[mask]) is slot), "")
 
 
 def _is_relu(mask: fx.Node) -> bool:
@@ -67,18 +74,6 @@ def _compared(mask: fx.Node) -> fx.Node:
     return node
 
 
-def is_lossless(how: Eligibility) -> bool:
-    """Whether what the mask stops is 0."""
-    return how.standardization is None
-
-
-def without_merged(how: Eligibility) -> Eligibility:
-    """``how`` without the mask that is merged, by which nothing need be folded either."""
-    by = how.standardization
-    masks = tuple(mask for mask in how.masks if mask != how.merges)
-    return replace(how, masks=masks, standardization=None if by is None else replace(by, sign=""))
-
-
 def mark_stopped(values: fx.Node, mask: fx.Node, add: Add) -> fx.Node:
     """``values`` with NaN where ``mask`` is true."""
     nan = _number(float("nan"), values, add)
@@ -90,12 +85,12 @@ def find_stopped(values: fx.Node, add: Add) -> fx.Node:
     return add(aten.isnan.default, (values,), f"{values.name}_stopped")
 
 
-def fill_stopped(values: fx.Node, how: Eligibility, add: Add) -> fx.Node:
-    """``values`` with the marked elements as they are decoded: 0, or their mean in the channel."""
+def fill_stopped(values: fx.Node, fill: str, add: Add) -> fx.Node:
+    """``values`` with the marked elements as they are decoded: "zero", or their "mean" in the channel."""
     name = values.name
     stopped = find_stopped(values, add)
     passed = add(aten.where.self, (stopped, _number(0.0, values, add), values), f"{name}_passed")
-    if is_lossless(how):
+    if fill == "zero":
         return passed
     value = values.meta["val"]
     dims = [d for d in range(value.dim()) if d != 1]
@@ -108,14 +103,14 @@ def fill_stopped(values: fx.Node, how: Eligibility, add: Add) -> fx.Node:
     return add(aten.where.self, (stopped, mean, values), f"{name}_filled")
 
 
-def measure_stopped(values: torch.Tensor, mask: torch.Tensor, how: Eligibility) -> Stopped:
-    """``mask``, and what `fill_stopped` would change.
+def measure_stopped(values: torch.Tensor, mask: torch.Tensor, channel: int | None) -> Stopped:
+    """``mask``, and what `fill_stopped` would change: nothing where zeros are filled in (``channel`` None).
 
-    ``values`` are those of codes that are folded by the mask, where they are standardised; ``mask`` is laid out alike.
+    ``values``, whose channels are in that dimension, are those of codes that are folded by the mask, which is laid out
+    alike.
     """
-    if is_lossless(how):
+    if channel is None:
         return Stopped(mask, None)
-    channel = how.order.index(1)
     dims = [d for d in range(values.dim()) if d != channel]
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     # As `fill_stopped` has it; what passes is turned over here, by the same mask.

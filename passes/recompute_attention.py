@@ -15,13 +15,14 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call
+from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def recompute_attention(pair: GraphPair) -> GraphPair:
+def recompute_attention(pair: GraphPair, context: Context) -> None:
     """Edit ``pair.backward`` in place, wherever fused attention (on the CPU, without dropout) is differentiated.
 
     Attention with dropout is left alone: its mask cannot be drawn again.
@@ -37,9 +38,6 @@ def recompute_attention(pair: GraphPair) -> GraphPair:
             for index, saved in enumerate((output, logsumexp)):
                 part = add_call(graph, getitem, (again, index), f"{node.name}_again_{index}")
                 node.replace_input_with(saved, part)
-    graph.eliminate_dead_code()
-    pair.backward.recompile()
-    return pair
 
 
 def recomputes(node: fx.Node) -> bool:

@@ -13,8 +13,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.edit import add_call
 from gact_fx.graphs.sizes import hint
+from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 # What a derivative does not read its argument for.
@@ -28,9 +30,9 @@ _CURVED = frozenset(
 )
 
 
-def share_softmax(joint: fx.GraphModule) -> fx.GraphModule:
+def share_softmax(joint: JointGraph, context: Context) -> None:
     """Edit the joint graph in place: ``exp(x - max - log(sum))`` as ``exp(x - max) / sum``, of bent scores x."""
-    graph = joint.graph
+    graph = joint.joint.graph
     for node in graph.find_nodes(op="call_function", target=aten.exp.default):
         found = _log_softmax(node)
         if found is not None and is_exp_of_bent(found[0]):
@@ -38,8 +40,6 @@ def share_softmax(joint: fx.GraphModule) -> fx.GraphModule:
                 quotient = add_call(graph, aten.div.Tensor, found, f"{node.name}_shared")
             node.replace_all_uses_with(quotient)
             graph.erase_node(node)
-    joint.recompile()
-    return joint
 
 
 def is_exp_of_bent(node: fx.Node) -> bool:

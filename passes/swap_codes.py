@@ -16,6 +16,7 @@ from torch import fx
 from gact_fx.codec import host_copies  # noqa: F401  (registers its operators)
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.edit import add_call
+from gact_fx.passes.pipeline import Context
 
 compress = torch.ops.gact_fx.compress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
@@ -23,7 +24,7 @@ to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in (
 PREFETCH = 2
 
 
-def swap_codes(pair: GraphPair, devices: Collection[str] = ("cuda",)) -> frozenset[str]:
+def swap_codes(pair: GraphPair, context: Context, devices: Collection[str] = ("cuda",)) -> frozenset[str]:
     """Rewrite ``pair`` in place for the blobs on ``devices`` (types); returns the slots whose blobs are moved."""
     moved = _send(pair, devices)
     graph = pair.backward.graph
@@ -40,9 +41,6 @@ def swap_codes(pair: GraphPair, devices: Collection[str] = ("cuda",)) -> frozens
         with graph.inserting_before(uses[slot]):
             add_call(graph, arrive, (blob,), f"{slot.name}_arrived")
         slot.replace_all_uses_with(blob, delete_user_cb=lambda user: user.target is not fetch)
-    for module in (pair.forward, pair.backward):
-        module.graph.lint()
-        module.recompile()
     return frozenset(value.name for value, _ in moved)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from gact_fx.codec import host_copies  # noqa: F401  (register their operators)
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
 
 compress = torch.ops.gact_fx.compress.default
@@ -64,7 +63,8 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
         _require(source is not None, f"{node.name} does not read a saved blob")
         assert source is not None
         if node.meta["val"].dtype.is_floating_point:
-            written, read = _codec(source.args[1:4], source.args[5:]), _codec(node.args[3:6], node.args[6:])
+            # Dither reads wrong values with any other code than what wrote them.
+            written, read = Code.of_compress(source.args), Code.of_decompress(node.args)
             _require(written == read, f"{node.name} reads {read} what was written as {written}")
 
 
@@ -76,11 +76,6 @@ def _fetched(slot: fx.Node) -> fx.Node:
     _require(list(slot.users) == [first] and first.target is fetch, f"{slot.name} is read in host memory")
     _require(min(first.users).target is arrive, f"{first.name} is read before it has arrived")
     return first
-
-
-def _codec(codec: tuple[Any, ...], rounding: tuple[Any, ...]) -> str:
-    """Bits, group size, seed and rounding: dither reads wrong values with any other than what wrote them."""
-    return " ".join(map(str, (*codec, *(rounding or ("stochastic",)))))
 
 
 def _same(source: fx.Node, placeholder: fx.Node) -> bool:

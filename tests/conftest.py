@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,11 +10,12 @@ import torch
 from torch import fx, nn
 
 from gact_fx.config import Config
-from gact_fx.graphs.aot import GraphPair, partition
+from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.compilers import compile_pair
-from gact_fx.passes.mark_recomputation import mark_recomputation
-from gact_fx.records import Eligibility, GraphAnalysis
-from gact_fx.training.rewrite import Driver
+from gact_fx.passes import PIPELINE
+from gact_fx.passes.encodings import Encoding, GraphAnalysis, Mask, Quantize
+from gact_fx.passes.pipeline import Context, Pass, run_passes
+from gact_fx.plan import GraphPlan
 
 Trace = Callable[..., GraphPair]
 
@@ -43,11 +43,14 @@ def trace() -> Trace:
         recompute: str = "off",
     ) -> GraphPair:
         found: list[GraphPair] = []
-        mark = functools.partial(mark_recomputation, recompute=recompute)
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-            found.append(partition(joint, joint_inputs, lambda index: upstream, mark=mark, **options))
-            return found[-1].forward, found[-1].backward
+            graph = JointGraph(joint, joint_inputs, lambda index: upstream, **options)
+            context = Context(Config(recompute=recompute), joint=graph)
+            pair = run_passes(passes("copy_mutated_inputs", "mark_recomputation", "partition"), context).pair
+            assert pair is not None
+            found.append(pair)
+            return pair.forward, pair.backward
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             return compile_pair(module, example_inputs, cut, inner=inner, cache_key="test")
@@ -64,11 +67,33 @@ def wrapped(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def analyze(pair: GraphPair, min_elements: int = 64) -> GraphAnalysis:
-    return Driver(pair, Config(min_elements=min_elements)).analyze()
+    names = ("recompute_attention", "expose_decisions", "find_saved_tensors", "decide_eligibility")
+    return run_passes(passes(*names), Context(Config(min_elements=min_elements), pair=pair)).analysis
 
 
-def decisions(analysis: GraphAnalysis) -> dict[str, Eligibility]:
-    return {decision.name: decision for decision in analysis.eligibility}
+def passes(*names: str) -> list[Pass]:
+    """Those passes of the pipeline, in its order."""
+    return [each for each in PIPELINE if each.name in names]
+
+
+def run_pass(name: str, pair: GraphPair, **config: Any) -> Context:
+    """Run one pass over ``pair``."""
+    return run_passes(passes(name), Context(Config(**config), pair=pair))
+
+
+def insert(pair: GraphPair, analysis: GraphAnalysis, plan: GraphPlan) -> None:
+    """Store what ``plan`` says: `insert_compression`, and what makes backward read it."""
+    context = Context(Config(), find_plan=lambda found: plan, pair=pair, saved=analysis.saved, analysis=analysis)
+    run_passes(passes("find_plan", "insert_compression", "read_masks", "read_values"), context)
+
+
+def masks_of(how: Encoding) -> tuple[str, ...]:
+    """The masks that travel in the blob of a saved tensor."""
+    return how.masks if isinstance(how, (Mask, Quantize)) else ()
+
+
+def decisions(analysis: GraphAnalysis) -> dict[str, Encoding]:
+    return {how.name: how for how in analysis.encodings}
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

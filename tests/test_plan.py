@@ -10,6 +10,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import Plan
+from gact_fx.codec.code import Code
 from gact_fx.plan import GraphPlan, TensorPlan, differences, saved_values
 from gact_fx.records import SavedTensor
 
@@ -84,7 +85,7 @@ def test_differences_name_the_tensors() -> None:
 
 
 def test_every_field_survives_the_file(tmp_path: Path) -> None:
-    tensors = (TensorPlan("a#0", 2, 3, 0.5, "dither", 64), TensorPlan("b#0", None, 4, None))
+    tensors = (TensorPlan("a#0", Code(2, "dither", 64, 3), 0.5, True), TensorPlan("b#0", None))
     plan = Plan(4.5, "m", (GraphPlan("f", tensors, ("a#0 torch.float32 2",)),), "off", 1e-3, 0.25)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -106,8 +107,8 @@ def test_a_plan_of_another_rounding_is_refused() -> None:
 @pytest.mark.parametrize(("bits", "rounding"), [(4, "up"), (16, "dither")])
 def test_roundings_that_do_not_exist(bits: int, rounding: str) -> None:
     with pytest.raises(ValueError, match=r"gact_fx\.Plan: rounding .*, got (.up.|16)"):
-        TensorPlan("aten.mm#0", bits, 0, None, rounding)
-    TensorPlan("aten.mm#0", None, 0, None)
+        TensorPlan("aten.mm#0", Code(bits, rounding))
+    TensorPlan("aten.mm#0", None)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1, 2]"])

@@ -22,6 +22,7 @@ import torch
 from gact_fx.breaks.autograd_nodes import Treatment, Use, nodes_of, treatment
 from gact_fx.breaks.forward_pass import EagerTensor, ForwardPass, Held, Reads, producer_of
 from gact_fx.breaks.graph_holdings import GraphHoldings, Slot
+from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.codec.packed_tensors import Packed, is_expanded, pack_in, scale_of_mask
 from gact_fx.graphs.autograd_graph import saved_by
@@ -225,13 +226,13 @@ class EagerRegions:
             seed = slot_seed(self._seed, "eager", str(len(call.codes)))
             rounding = "stochastic" if held.producer in _SPARSE else "dither"
             if is_mask:
-                code = pack_in(x != 0, 1, seed)
+                code = pack_in(x != 0, MASK_CODE)
             elif use.treatment is Treatment.SIGN:
-                code = pack_in(~(x <= 0), 1, seed)
+                code = pack_in(~(x <= 0), MASK_CODE)
             elif use.treatment is Treatment.EXPONENTIAL:
-                code = pack_in(x.exp(), self._bits, seed)
+                code = pack_in(x.exp(), Code(self._bits, seed=seed))
             else:
-                code = pack_in(x, self._bits, seed, rounding)
+                code = pack_in(x, Code(self._bits, rounding, seed=seed))
             call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
         held.value = code
 

@@ -12,6 +12,7 @@ import torch
 
 from gact_fx.breaks.autograd_nodes import Treatment, Use
 from gact_fx.breaks.graph_holdings import GraphHoldings, Storages
+from gact_fx.codec.code import Code
 from gact_fx.codec.packed_tensors import Packed
 from gact_fx.graphs.tensors import StorageWeakRef, storage_key, version
 
@@ -26,16 +27,15 @@ _COPIES = (
 class EagerTensor:
     """One tensor that eager PyTorch saved in the latest step of training.
 
-    ``bits`` is None where it is kept exact, ``rounding`` and ``group_size`` where its code is. Bytes count each storage
-    and code once, and none that a graph holds as well.
+    ``code`` is None where it is kept exact, ``is_mask`` where its code is. Bytes count each storage and code once, and
+    none that a graph holds as well.
     """
 
     use: Use | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    bits: int | None
-    rounding: str | None
-    group_size: int | None
+    code: Code | None
+    is_mask: bool
     bytes_before: int
     bytes_after: int
 
@@ -141,17 +141,10 @@ class ForwardPass:
             is_new = key not in after
             after.add(key)
             use = uses.get(held.place) if held.place is not None else None
-            bits = rounding = group_size = None
-            if isinstance(code, Packed):
-                taken = code.blob.numel() if is_new else 0
-                bits = code.bits
-                # A mask is exact.
-                if code.dtype is not torch.bool:
-                    rounding, group_size = code.rounding, code.group_size
-            else:
-                taken = self.storages.sizes[storage] if is_new else 0
-            how = use, held.shape, held.dtype, bits, rounding, group_size
-            yield EagerTensor(*how, nbytes, taken)
+            size = code.blob.numel() if isinstance(code, Packed) else self.storages.sizes[storage]
+            is_mask = isinstance(code, Packed) and code.dtype is torch.bool
+            how = code.code if isinstance(code, Packed) else None
+            yield EagerTensor(use, held.shape, held.dtype, how, is_mask, nbytes, size if is_new else 0)
 
 
 def producer_of(x: torch.Tensor) -> str:

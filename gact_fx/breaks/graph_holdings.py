@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key
-from gact_fx.plan import GraphPlan
-from gact_fx.records import KEEP, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
+from gact_fx.records import Boundary
 
 # A graph, and the slot of a tensor that it saves.
 Slot = tuple[int, str]
@@ -67,25 +66,13 @@ class GraphHoldings:
 
 
 def noting_holdings(
-    run: Compiled,
-    graph: int,
-    analysis: GraphAnalysis,
-    plan: GraphPlan,
-    current: Callable[[], GraphHoldings | None],
+    run: Compiled, crossing: Sequence[tuple[Boundary, Slot, bool]], current: Callable[[], GraphHoldings | None]
 ) -> Compiled:
-    """``run``, the forward graph ``graph``, noting in ``current()`` the activations that it holds."""
-    entries = plan.entries()
+    """``run``, a forward graph, noting in ``current()`` the activations that it holds.
 
-    def is_exact(tensor: SavedTensor, how: Eligibility) -> bool:
-        return how.encoding == KEEP or (
-            how.encoding == QUANTIZE and how.values and entries[tensor.key].bits is None and not how.instead
-        )
-
-    crossing = [
-        (tensor.boundary, (graph, tensor.name), is_exact(tensor, how))
-        for tensor, how in zip(analysis.saved, analysis.eligibility, strict=True)
-        if tensor.boundary is not None
-    ]
+    ``crossing`` says of those that others may hold as well where they lie, in which slots they are saved, and whether
+    they stay as they are.
+    """
 
     def call(arguments: list[Any]) -> Any:
         holdings = current()

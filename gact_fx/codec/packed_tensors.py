@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from gact_fx.codec import operators
+from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import SOURCE_DTYPES, blob_nbytes
 
 BITS = 8
@@ -27,14 +28,10 @@ class Packed:
     shape: torch.Size
     dtype: torch.dtype
     order: Sequence[int]
-    bits: int
-    seed: int
-    rounding: str
-    group_size: int = GROUP_SIZE
+    code: Code
 
     def unpack(self) -> torch.Tensor:
-        codec = (self.bits, self.group_size, self.seed, self.rounding)
-        dense = operators.decompress(self.blob, self.shape, self.dtype, *codec)
+        dense = operators.decompress(self.blob, self.shape, self.dtype, *self.code.to_decompress())
         return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
 
 
@@ -47,18 +44,17 @@ def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
     # NaN compares as false.
     if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in x.detach().aminmax()):
         return x
-    return pack_in(x, BITS, seed)
+    return pack_in(x, Code(BITS, group_size=GROUP_SIZE, seed=seed))
 
 
-def pack_in(x: torch.Tensor, bits: int, seed: int, rounding: str = "stochastic") -> Packed:
-    """``x``, which is dense and of a dtype that can be coded, in ``bits`` bits per element, 1 if it is boolean."""
+def pack_in(x: torch.Tensor, code: Code) -> Packed:
+    """``x``, which is dense and of a dtype that can be coded, in ``code``, or in 1 bit an element if it is boolean."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
     dense = x.detach().permute(order)
     if x.dtype is torch.bool:
-        bits, rounding = 1, "stochastic"
-    blob = operators.compress(dense, bits, GROUP_SIZE, seed, None, rounding)
-    return Packed(blob, dense.shape, x.dtype, order, bits, seed, rounding)
+        code = MASK_CODE
+    return Packed(operators.compress(dense, *code.to_compress()), dense.shape, x.dtype, order, code)
 
 
 def scale_of_mask(x: torch.Tensor) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,16 +14,19 @@ from torch import fx, nn
 from gact_fx.api import _ATTRIBUTE
 from gact_fx.diagnostics.gradient_error import GradientError
 from gact_fx.diagnostics.gradient_moments import GradientMoments, total
-from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call, without_recompile_limits
-from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.passes import PIPELINE
+from gact_fx.passes.copy_for_replay import copy_for_replay
+from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.pipeline import Pass
 from gact_fx.profiling.recorder import Recorder
-from gact_fx.records import GraphAnalysis
 from gact_fx.training.backend import Backend
+from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.sample_batches import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
-from gact_fx.training.session import GraphRecord, Session
+from gact_fx.training.session import Session
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
@@ -93,8 +96,16 @@ def measure_gradient_error(
     return GradientError(tuple(entry.result() for entry in reached), total(reached), count, draws, predicted)
 
 
+def _keeping_exact(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """``passes``, and right behind the cut a copy of the pair."""
+    cut = next(i for i, each in enumerate(passes) if each.name == "partition")
+    return (*passes[: cut + 1], Pass("copy_for_replay", copy_for_replay, gives="exact"), *passes[cut + 1 :])
+
+
 class _Twin(Session):
     """A session for the time of the measurement: rewrites by the plan, and keeps also what it rewrote."""
+
+    passes = _keeping_exact(PIPELINE)
 
     def __init__(self, session: Session) -> None:
         # Fusing and swapping change no value; what runs here are the graphs before them.
@@ -102,11 +113,11 @@ class _Twin(Session):
         self.plan_was_given = session.plan_was_given
         self._exact: list[tuple[GraphPair, GraphPair]] = []
 
-    def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
-        exact = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
-        record = super().rewrite(pair, channels_last)
-        self._exact.append((record.replayable, exact))
-        return record
+    def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
+        graph = super().rewrite(joint)
+        assert graph.exact is not None
+        self._exact.append((graph.replayable, graph.exact))
+        return graph
 
     def exact(self, rewritten: GraphPair) -> GraphPair:
         """The graphs that ``rewritten`` was made of."""

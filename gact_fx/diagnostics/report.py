@@ -14,13 +14,13 @@ from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Slot
 from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.diagnostics.report_table import table_lines
+from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
+from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan, TensorPlan
-from gact_fx.planning.accounting import coded_nbytes, exact_nbytes, is_counted
-from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, SavedTensor
-from gact_fx.training.rewrite import Stage
+from gact_fx.training.rewrite import RewrittenGraph
 
 if TYPE_CHECKING:
-    from gact_fx.training.session import GraphRecord, Session
+    from gact_fx.training.session import Session
 
 _SHARED = "stored once, with others that hold the same activation"
 _MOVED = "moved to host memory"
@@ -100,7 +100,7 @@ class Report:
     @property
     def average_bits(self) -> float | None:
         """Bits per element over the tensors with codes, their metadata and masks included."""
-        rows = [row for row in self.rows if row.encoding == QUANTIZE]
+        rows = [row for row in self.rows if row.encoding == Quantize.label]
         elements = sum(row.copies * row.numel for row in rows)
         return 8 * sum(row.bytes_after for row in rows) / elements if elements else None
 
@@ -137,7 +137,7 @@ def _note(session: Session) -> str:
         )
     if not session.records:
         return "a plan, and no graph compiled with it yet; run a training step"
-    if all(row.encoding == KEEP for record in session.records for row in _rows(0, record, 1)):
+    if all(row.encoding == Keep.label for record in session.records for row in _rows(0, record, 1)):
         return "nothing to compress: the reasons are in the table"
     if session.run_counts.backward_is_unseen:
         return (
@@ -154,7 +154,7 @@ def _note(session: Session) -> str:
     return ""
 
 
-def _devices(record: GraphRecord) -> set[str]:
+def _devices(record: RewrittenGraph) -> set[str]:
     values = [value.source.meta["val"] for value in record.replayable.saved_values()]
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
@@ -164,48 +164,46 @@ def _compiled_devices() -> set[str]:
 
 
 def _rows(
-    graph: int, record: GraphRecord, runs: int, first: Mapping[Slot, tuple[float, float]] | None = None
+    index: int, graph: RewrittenGraph, runs: int, first: Mapping[Slot, tuple[float, float]] | None = None
 ) -> Iterator[Row]:
     """``first``: in which share of the runs a slot was the first to hold an activation, and what is stored of it."""
     held: set[int] = set()
     kept: set[int] = set()
-    entries = record.plan.entries()
-    for tensor, how in zip(record.analysis.saved, record.analysis.eligibility, strict=True):
-        entry = entries.get(tensor.key)
-        bits = entry.bits if entry is not None else None
-        encoding, reason = how.encoding, how.reason
-        if encoding == QUANTIZE and bits is None:
-            encoding, reason = KEEP, "the planner found it worth its bytes"
-        before = 0
+    entries = graph.plan.entries()
+    for tensor, how in graph.analysis.pairs():
+        entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
+        code = entry.code if entry is not None else None
+        before = after = 0
         if is_counted(tensor) and tensor.storage not in held:
             held.add(tensor.storage)
             before = tensor.storage_nbytes
-        after = 0
-        if encoding != KEEP or how.instead:
-            after = _size_after(tensor, how, entry, encoding)
+        stored = how.nbytes(tensor, entry)
+        if stored is not None:
+            after = stored
         elif is_counted(tensor) and tensor.storage not in kept:
             kept.add(tensor.storage)
             after = tensor.storage_nbytes
-        is_code = encoding == QUANTIZE and entry is not None
-        share_before, share_after = (first or {}).get((id(record), tensor.name), (1.0, 1.0))
+        share_before, share_after = (first or {}).get((id(graph), tensor.name), (1.0, 1.0))
+        reasons = ["the planner found it worth its bytes" if entry is not None and code is None else how.reason]
         if after and share_after == 0:
-            reason = f"{reason}, {_SHARED}" if reason else _SHARED
-        if entry is not None and bits is not None and how.masks:
+            reasons.append(_SHARED)
+        if tensor.name in graph.swapped:
+            reasons.append(_MOVED)
+        reason = ", ".join(filter(None, reasons))
+        if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
             reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
-        if tensor.name in record.swapped:
-            reason = f"{reason}, {_MOVED}" if reason else _MOVED
         yield Row(
-            graph=graph,
+            graph=index,
             runs=runs,
             name=tensor.name,
             module=tensor.module,
             op=tensor.op,
             shape=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            encoding=encoding,
-            bits={MASK: 1, PACK: how.min_bits, QUANTIZE: bits}.get(encoding),
-            rounding=entry.rounding if is_code and entry is not None else None,
-            group_size=entry.group_size if is_code and entry is not None else None,
+            encoding=Keep.label if entry is not None and code is None else how.label,
+            bits=how.bits(entry),
+            rounding=code.rounding if code is not None else None,
+            group_size=code.group_size if code is not None else None,
             sensitivity=entry.sensitivity if entry is not None else None,
             bytes_before=round(runs * share_before) * before,
             bytes_after=round(runs * share_after) * after,
@@ -214,7 +212,7 @@ def _rows(
         )
 
 
-def _use_of_mask(how: Eligibility, entry: TensorPlan) -> str:
+def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
     if entry.merged:
         return "its mask merged into the codes"
     return "folded by its mask" if how.standardization is not None and how.standardization.sign else ""
@@ -222,9 +220,9 @@ def _use_of_mask(how: Eligibility, entry: TensorPlan) -> str:
 
 def _eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
-    is_mask = tensor.bits == 1 and tensor.rounding is None
+    code = None if tensor.is_mask else tensor.code
     reason = "saved by eager PyTorch"
-    if tensor.bits is None:
+    if tensor.code is None:
         reason += (
             f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
         )
@@ -236,19 +234,13 @@ def _eager_row(index: int, tensor: EagerTensor) -> Row:
         op=use,
         shape=tensor.shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
-        encoding=KEEP if tensor.bits is None else MASK if is_mask else QUANTIZE,
-        bits=tensor.bits,
-        rounding=tensor.rounding,
-        group_size=tensor.group_size,
+        encoding=(Keep if tensor.code is None else Mask if tensor.is_mask else Quantize).label,
+        bits=tensor.code.bits if tensor.code is not None else None,
+        rounding=code.rounding if code is not None else None,
+        group_size=code.group_size if code is not None else None,
         sensitivity=None,
         bytes_before=tensor.bytes_before,
         bytes_after=tensor.bytes_after,
         copies=int(tensor.bytes_after > 0),
         reason=reason,
     )
-
-
-def _size_after(tensor: SavedTensor, how: Eligibility, entry: TensorPlan | None, encoding: str) -> int:
-    if encoding == QUANTIZE and entry is not None:
-        return coded_nbytes(tensor, how, entry)
-    return tensor.nbytes if how.instead else exact_nbytes(tensor, how)

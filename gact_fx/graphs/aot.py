@@ -9,7 +9,7 @@ Everyone else sees :class:`GraphPair` and :class:`SavedValue`. Tried with torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -17,12 +17,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from gact_fx.graphs.edit import add_call, dependents
+from gact_fx.graphs.edit import add_call, copy_module, dependents
+from gact_fx.graphs.tensors import storage_key
 
 aten = torch.ops.aten
-# Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers
-# that forward leaves as they are; returns whether everything not marked may be recomputed.
-Mark = Callable[[Sequence[fx.Node], frozenset[fx.Node]], bool]
 
 
 @dataclass(frozen=True)
@@ -106,67 +104,86 @@ class SavedValue:
     placeholder: fx.Node
 
 
-def partition(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    upstream: Callable[[int], bool],
-    *,
-    mark: Mark,
-    num_fwd_outputs: int,
-    static_lifetime_input_indices: Sequence[int] | None = None,
-    compiler: str = "inductor",
-) -> GraphPair:
-    """Cut ``joint`` with PyTorch's min-cut partitioner; ``upstream(i)``: whether flat input ``i`` is an activation.
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward in one graph, as AOTAutograd traces them, with what it says of them.
 
-    ``mark`` says before what may be recomputed; where it returns True, everything that it has not forbidden, without
-    the partitioner's own rules of thumb.
+    ``inputs`` are the values that the graph was traced with; ``upstream(i)`` says whether flat input ``i`` is an
+    activation, ``compiler`` names what the partitioner cuts for.
     """
-    import torch._functorch.config as functorch_config
-    from functorch.compile import min_cut_rematerialization_partition
 
-    static = list(static_lifetime_input_indices or ())
-    # The partitioner does this first, too; what is marked should be what it sees.
-    joint.graph.eliminate_dead_code()
-    inputs = joint.graph.find_nodes(op="placeholder")
-    mutated = _mutated_inputs(joint.graph, num_fwd_outputs)
-    copies = [_read_copy(joint.graph, slot) for slot in inputs if slot in mutated]
-    parameters = frozenset(inputs[index] for index in static if index < len(inputs)) - mutated
-    is_free = mark(_before_tangents(joint.graph), parameters)
-    with functorch_config.patch(aggressive_recomputation=is_free):
-        forward, backward = min_cut_rematerialization_partition(
-            joint, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static
+    joint: fx.GraphModule
+    inputs: Sequence[object]
+    upstream: Callable[[int], bool]
+    num_fwd_outputs: int
+    static_lifetime_input_indices: Sequence[int] | None = None
+    compiler: str = "inductor"
+
+    def copy(self) -> JointGraph:
+        """The same with a graph of its own."""
+        return replace(self, joint=copy_module(self.joint))
+
+    def parameters(self) -> frozenset[fx.Node]:
+        """The placeholders of parameters and buffers that forward leaves as they are."""
+        inputs = self.joint.graph.find_nodes(op="placeholder")
+        static = self.static_lifetime_input_indices or ()
+        return frozenset(inputs[index] for index in static if index < len(inputs)) - self.mutated_inputs()
+
+    def before_tangents(self) -> list[fx.Node]:
+        """The nodes that do not depend on tangents: forward, and what backward could share with it."""
+        # The partitioner itself tells tangents by this name.
+        depends = dependents(self.joint.graph, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
+        return [node for node in self.joint.graph.nodes if node not in depends and node.op != "output"]
+
+    def mutated_inputs(self) -> frozenset[fx.Node]:
+        """The inputs that are written to by the time backward runs.
+
+        AOTAutograd makes every mutation of an input the last thing that forward does: a ``copy_`` in the graph, or an
+        output that the caller of the graph copies.
+        """
+        graph = self.joint.graph
+        copies = [node for node in self.before_tangents() if node.target is aten.copy_.default]
+        descriptions = (graph.output_node().meta.get("desc") or ())[: self.num_fwd_outputs]
+        returned = {getattr(description, "mutated_input", None) for description in descriptions} - {None}
+        targets = {node.args[0] for node in copies}
+        inputs = graph.find_nodes(op="placeholder")
+        return frozenset(node for node in inputs if node in targets or node.meta.get("desc") in returned)
+
+    def copy_mutated_inputs(self) -> frozenset[str]:
+        """Have everything read copies of the inputs that are written to, so that backward gets them as they were.
+
+        Edits the graph in place; returns the copies' names.
+        """
+        mutated = self.mutated_inputs()
+        slots = [slot for slot in self.joint.graph.find_nodes(op="placeholder") if slot in mutated]
+        return frozenset(_read_copy(self.joint.graph, slot) for slot in slots)
+
+    def partition(self, *, is_free: bool, copies: frozenset[str]) -> GraphPair:
+        """Cut the graph in two with PyTorch's min-cut partitioner.
+
+        With ``is_free`` everything may be recomputed that is not marked otherwise, without the partitioner's own rules
+        of thumb. ``copies`` names the copies of mutated inputs.
+        """
+        import torch._functorch.config as functorch_config
+        from functorch.compile import min_cut_rematerialization_partition
+
+        parameters = self.parameters()
+        options = {
+            "num_fwd_outputs": self.num_fwd_outputs,
+            "static_lifetime_input_indices": list(self.static_lifetime_input_indices or ()),
+        }
+        with functorch_config.patch(aggressive_recomputation=is_free):
+            forward, backward = min_cut_rematerialization_partition(self.joint, self.inputs, self.compiler, **options)
+        _forget_unsaved(forward, copies)
+        # The partitioner gives an input its name in both graphs.
+        placeholders = forward.graph.find_nodes(op="placeholder")
+        static_names = frozenset(node.name for node in parameters)
+        upstream_names = frozenset(
+            node.name
+            for node in placeholders
+            if node.name not in static_names and (index := _input_index(node)) is not None and self.upstream(index)
         )
-    _forget_unsaved(forward, frozenset(copies))
-    # The partitioner gives an input its name in both graphs.
-    placeholders = forward.graph.find_nodes(op="placeholder")
-    static_names = frozenset(node.name for node in parameters)
-    upstream_names = frozenset(
-        node.name
-        for node in placeholders
-        if node.name not in static_names and (index := _input_index(node)) is not None and upstream(index)
-    )
-    return GraphPair(forward, backward, num_fwd_outputs, static_names, upstream_names)
-
-
-def _before_tangents(joint: fx.Graph) -> list[fx.Node]:
-    """The nodes of the joint graph that do not depend on tangents: forward, and what backward could share with it."""
-    # The partitioner itself tells tangents by this name.
-    depends = dependents(joint, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
-    return [node for node in joint.nodes if node not in depends and node.op != "output"]
-
-
-def _mutated_inputs(joint: fx.Graph, num_fwd_outputs: int) -> frozenset[fx.Node]:
-    """The inputs that are written to by the time backward runs.
-
-    AOTAutograd makes every mutation of an input the last thing that forward does: a ``copy_`` in the graph, or an
-    output that the caller of the graph copies.
-    """
-    inputs = joint.find_nodes(op="placeholder")
-    copies = [node for node in _before_tangents(joint) if node.target is aten.copy_.default]
-    descriptions = (joint.output_node().meta.get("desc") or ())[:num_fwd_outputs]
-    returned = {getattr(description, "mutated_input", None) for description in descriptions} - {None}
-    targets = {node.args[0] for node in copies}
-    return frozenset(node for node in inputs if node in targets or node.meta.get("desc") in returned)
+        return GraphPair(forward, backward, self.num_fwd_outputs, static_names, upstream_names)
 
 
 def _read_copy(joint: fx.Graph, mutated: fx.Node) -> str:
@@ -197,9 +214,9 @@ def _move_views(copy: fx.Node) -> None:
 def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
     """Spare forward the copies of which backward asked for neither themselves nor views."""
     outputs = [node.meta.get("val") for node in forward.graph.output_node().all_input_nodes]
-    storages = {value.untyped_storage()._cdata for value in outputs if isinstance(value, torch.Tensor)}
+    storages = {storage_key(value) for value in outputs if isinstance(value, torch.Tensor)}
     for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default):
-        if node.name in copies and node.meta["val"].untyped_storage()._cdata not in storages:
+        if node.name in copies and storage_key(node.meta["val"]) not in storages:
             node.replace_all_uses_with(node.args[0])
             forward.graph.erase_node(node)
     forward.recompile()

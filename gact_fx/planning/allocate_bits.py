@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from gact_fx.codec.code import Code
+
 # Totals of variances are compared to this relative accuracy, so that a bound that is itself such a total can be met
 # in whatever order it was summed.
 ROUNDING_ERROR = 1e-12
@@ -23,15 +25,18 @@ ROUNDING_ERROR = 1e-12
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to store a tensor: codes of ``bits`` bits (1-8, 16; None: kept exact), their rounding and group size,
-    the bytes it costs, the variance it adds to the gradient, and whether the codes tell a mask as well."""
+    """One way to store a tensor: its code (None: kept exact), the bytes that it costs, the variance that it adds to the
+    gradient, and whether the codes tell a mask as well."""
 
-    bits: int | None
-    rounding: str
-    group_size: int
+    code: Code | None
     nbytes: int
     variance: float
     merged: bool = False
+
+    @property
+    def bits(self) -> int | None:
+        """Width of the code, None where kept exact."""
+        return None if self.code is None else self.code.bits
 
 
 Menu = Sequence[Choice]

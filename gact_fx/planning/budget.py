@@ -7,13 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gact_fx.codec.code import Code
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
+from gact_fx.passes.encodings import GraphAnalysis, fixed_nbytes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, saved_values, slot_seed
-from gact_fx.planning.accounting import fixed_nbytes
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 from gact_fx.planning.list_choices import Item, list_choices
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Sensitivity
 
 log = logging.getLogger("gact_fx")
 DEFAULT_GROUP = 256
@@ -44,10 +45,9 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
         value = None if item.sensitivity is None else item.sensitivity.value
-        code = (choice.bits, slot_seed(config.seed, graph.fingerprint, tensor.key), value)
-        plans[graph.fingerprint].append(
-            TensorPlan(tensor.key, *code, choice.rounding, choice.group_size, choice.merged)
-        )
+        seed = slot_seed(config.seed, graph.fingerprint, tensor.key)
+        code = None if choice.code is None else replace(choice.code, seed=seed)
+        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged))
     plan = Plan(
         budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
@@ -119,8 +119,13 @@ def _has_other_budget(config: Config) -> bool:
 
 def _fixed(menu: Menu, bits: int) -> Choice:
     """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
-    coded = [choice for choice in menu if choice.bits is not None and choice.bits >= bits and not choice.merged]
-    return min(coded, key=lambda c: (c.bits, c.rounding != "stochastic", abs(c.group_size - DEFAULT_GROUP)))
+    coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
+
+    def rank(found: tuple[Code, Choice]) -> tuple[int, bool, int]:
+        code, _ = found
+        return code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)
+
+    return min(coded, key=rank)[1]
 
 
 def _roundings(config: Config) -> tuple[str, ...]:

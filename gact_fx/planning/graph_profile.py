@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.plan import graph_fingerprint
 from gact_fx.planning.budget import GraphTensors
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Sensitivity
 
 
 @dataclass

@@ -13,17 +13,17 @@ graph only what comes after its first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gact_fx.codec import operators
+from gact_fx.codec.code import step_variance
 from gact_fx.graphs.replay import Replay
 from gact_fx.plan import slot_seed
-from gact_fx.profiling.rounding_meter import REFERENCE, step_variance
+from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
-
-PROBE_BITS, _, PROBE_GROUP = REFERENCE
 
 
 def measure_sensitivity(
@@ -45,7 +45,7 @@ def measure_sensitivity(
         found = {}
         for name, differences in probe.perturbed_gradients(draws, None if only is None else only[index]):
             squares = sum(_squared_norm(index, difference, probes) for difference in differences)
-            found[name] = 0.5 * squares / draws / step_variance(PROBE_BITS)
+            found[name] = 0.5 * squares / draws / step_variance(REFERENCE.bits)
             progress(1)
         results.append(found)
     return results
@@ -88,10 +88,10 @@ class _Probe:
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The values compressed with the seed of ``draw``; the call decompresses them."""
         values = self._replay.evaluate({name})[name]
-        codec = (PROBE_BITS, PROBE_GROUP, slot_seed(self._seed, f"probe {draw}", name))
-        blob = operators.compress(values, *codec)
+        code = replace(REFERENCE, seed=slot_seed(self._seed, f"probe {draw}", name))
+        blob = operators.compress(values, *code.to_compress())
         shape, dtype = values.shape, values.dtype
-        return lambda: operators.decompress(blob, shape, dtype, *codec)
+        return lambda: operators.decompress(blob, shape, dtype, *code.to_decompress())
 
 
 def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:

@@ -12,8 +12,8 @@ import torch
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
+from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
-from gact_fx.records import GraphAnalysis
 
 log = logging.getLogger("gact_fx")
 # What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.

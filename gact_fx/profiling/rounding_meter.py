@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
-from gact_fx.records import Code, Sensitivity
+from gact_fx.records import Sensitivity
 
-WIDTHS = tuple(range(1, 9))
 # The width and group size that c_l is quoted at.
-REFERENCE: Code = (4, "stochastic", 256)
+REFERENCE = Code(4, "stochastic", 256)
 # Positions between codes are resolved by values that were stored in this many bits more, or exactly.
 MARGIN = 2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
@@ -32,22 +32,11 @@ _BLOCK = 1024
 _MAX_BLOCKS = 32
 
 
-def step_variance(bits: int, *, merged: bool = False) -> float:
-    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
-
-    With ``merged``, one of the codes is for what a mask stops.
-    """
-    levels: int = 2**bits - 1 - merged
-    return 1.0 / levels**2
-
-
 def code_bits(reading: fx.Node) -> int | None:
     """The width of the codes that a node with a saved tensor's values decompresses, None where it has them exactly."""
     if reading.target is not torch.ops.gact_fx.decompress.default:
         return None
-    bits = reading.args[3]
-    assert isinstance(bits, int)
-    return bits
+    return Code.of_decompress(reading.args).bits
 
 
 class RoundingMeter:
@@ -97,14 +86,14 @@ class RoundingMeter:
 
         ``value``: c_l where it is known from elsewhere; the rest is then scaled to it.
         """
-        sizes = sorted({*group_sizes, REFERENCE[2]})
+        sizes = sorted({*group_sizes, REFERENCE.group_size})
         variances = self._all.variances(sizes, self._finest, self._count)
         merged: dict[Code, float] = {}
         bias = self._squared_bias()
         if self._passed is not None and bias is not None:
             found = self._passed.variances(sizes, self._finest, self._count, merged=True)
             merged = {code: variance + BIAS_WEIGHT * bias for code, variance in found.items()}
-        found_value = variances[REFERENCE] / step_variance(REFERENCE[0])
+        found_value = variances[REFERENCE] / step_variance(REFERENCE.bits)
         if value is not None and found_value > 0:
             factor = value / found_value
             variances = {code: factor * variance for code, variance in variances.items()}
@@ -164,11 +153,11 @@ class _Weighed:
                 # A sixth is the mean of p (1 - p) over positions.
                 share = stochastic[min(bits, finest)] / sampled if is_known else 1 / 6
                 variance = whole * step_variance(bits, merged=merged)
-                found[bits, "stochastic", size] = variance * share
-                found[bits, "dither", size] = variance / 12
+                found[Code(bits, "stochastic", size)] = variance * share
+                found[Code(bits, "dither", size)] = variance / 12
             if not merged:
                 # Groups do not matter there, but a choice has one.
-                found[BFLOAT16_BITS, "stochastic", size] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
+                found[Code(BFLOAT16_BITS, "stochastic", size)] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
         return found
 
     def _spread(self, size: int, finest: int, probes: int, merged: bool) -> tuple[float, float, dict[int, float]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from gact_fx.graphs.replay import Replay
-from gact_fx.passes.insert_decompression import MASK_OF
 from gact_fx.passes.merge_masks import Stopped, measure_stopped
+from gact_fx.passes.read_masks import MASK_OF
 from gact_fx.profiling.tape import Step
 
 
@@ -15,7 +15,7 @@ class StoppedElements:
 
     def __init__(self, step: Step) -> None:
         self._tensors = step.readings
-        self._mergeable = {how.name: how for how in step.analysis.eligibility if how.merges}
+        self._mergeable = {how.name: how for _, how in step.analysis.quantized() if how.merges}
         nodes = step.backward.graph.nodes
         self._masks = {node.meta[MASK_OF]: node.name for node in nodes if MASK_OF in node.meta}
         self._replay = Replay(step.backward, step.arguments) if self._mergeable else None
@@ -27,4 +27,5 @@ class StoppedElements:
         if how is None or mask is None or self._replay is None:
             return None
         found = self._replay.evaluate({mask})[mask]
-        return measure_stopped(values, found.permute(how.order), how)
+        channel = None if how.merges_losslessly else how.order.index(1)
+        return measure_stopped(values, found.permute(how.order), channel)

@@ -10,15 +10,17 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gact_fx.breaks.graph_holdings import noting_holdings
+from gact_fx.breaks.graph_holdings import Slot, noting_holdings
 from gact_fx.config import Config
-from gact_fx.graphs.aot import partition
-from gact_fx.graphs.compilers import Compiled, channels_last_nodes, compile_pair, interpret_graph, without_views
+from gact_fx.graphs.aot import JointGraph
+from gact_fx.graphs.compilers import Compiled, compile_pair, interpret_graph, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import Switch, compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.profiling.recorder import Recorder
-from gact_fx.training.session import GraphRecord, Session
+from gact_fx.records import Boundary
+from gact_fx.training.rewrite import RewrittenGraph
+from gact_fx.training.session import Session
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -36,16 +38,13 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
-        found: list[GraphRecord] = []
+        found: list[RewrittenGraph] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
             upstream = _upstream(module, example_inputs, session)
-            pair = session.cut(
-                joint, lambda graph, mark: partition(graph, joint_inputs, upstream, mark=mark, **options)
-            )
-            layouts = channels_last_nodes(pair.forward, session.config.inner)
-            found.append(session.rewrite(pair, layouts, profiling=self._interpreted))
-            return pair.forward, pair.backward
+            graph = JointGraph(joint, joint_inputs, upstream, **options)
+            found.append(session.rewrite(graph, profiling=self._interpreted))
+            return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
             run = interpret_graph(graph) if self._interpreted else compile()
@@ -57,7 +56,7 @@ class Backend:
                 run = counted(run, id(record))
                 if session.eager_regions is not None and not is_backward:
                     holdings = session.eager_regions.holdings
-                    run = noting_holdings(run, id(record), record.analysis, record.plan, holdings)
+                    run = noting_holdings(run, _crossing(record), holdings)
             if self._recorder is None:
                 return run
             if is_backward:
@@ -78,6 +77,16 @@ class Backend:
         if session.eager_regions is not None:
             run = session.eager_regions.watch(run)
         return refuse_double_backward(outside_hooks(run))
+
+
+def _crossing(graph: RewrittenGraph) -> list[tuple[Boundary, Slot, bool]]:
+    """The activations that others may hold as well: where, in which slot, and whether the graph holds them exactly."""
+    entries = graph.plan.entries()
+    return [
+        (tensor.boundary, (id(graph), tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
+        for tensor, how in graph.analysis.pairs()
+        if tensor.boundary is not None
+    ]
 
 
 def uncompressed(inner: str) -> str:

@@ -1,115 +1,81 @@
-"""Runs the passes on one pair of graphs: times them, verifies what they made, keeps the text of stages that edit."""
+"""Rewrites one graph of a model: runs the passes over it, with what the plan says of what it saves."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import torch
-
-from gact_fx.codec.operators import has_compiled_kernels
+from gact_fx.codec.code import Code
 from gact_fx.config import Config
-from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.compilers import decompositions
-from gact_fx.passes.decide_eligibility import decide_eligibility
-from gact_fx.passes.defer_recomputation import defer_recomputation
-from gact_fx.passes.expose_decisions import expose_decisions
-from gact_fx.passes.find_saved_tensors import find_saved_tensors
-from gact_fx.passes.fuse_codec import fuse_codec
-from gact_fx.passes.insert_compression import insert_compression
-from gact_fx.passes.recompute_attention import recompute_attention
-from gact_fx.passes.swap_codes import swap_codes
-from gact_fx.passes.verify_graphs import verify_graphs
-from gact_fx.plan import GraphPlan
-from gact_fx.records import GraphAnalysis
+from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.passes import PIPELINE
+from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
+from gact_fx.planning.budget import GraphTensors, choose_plan
 
-Result = TypeVar("Result")
 log = logging.getLogger("gact_fx")
+# What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
+PROFILE_BITS = 8
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One pass as it ran: its seconds, and where text is kept and the pass edits, both graphs before and after."""
+@dataclass(frozen=True, eq=False)
+class RewrittenGraph:
+    """One rewritten graph pair, with what was found and decided.
 
-    name: str
-    seconds: float
-    before: tuple[str, str] | None = None
-    after: tuple[str, str] | None = None
-
-
-@dataclass
-class Driver:
-    """The passes over one ``pair``; ``stages`` grows as they run, with the graphs' text if ``keeps_text``."""
+    ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
+    compiler. ``swapped`` are the slots whose blobs these move to host memory. ``exact`` are the graphs before anything
+    was stored in codes, where a pass has kept them.
+    """
 
     pair: GraphPair
-    config: Config
-    keeps_text: bool = False
-    stages: list[Stage] = field(default_factory=list)
+    replayable: GraphPair
+    analysis: GraphAnalysis
+    plan: GraphPlan
+    stages: tuple[Stage, ...]
+    swapped: frozenset[str] = frozenset()
+    exact: GraphPair | None = None
 
-    def analyze(self, channels_last: frozenset[str] = frozenset()) -> GraphAnalysis:
-        """Passes 2 to 5: what is saved, and how it may be stored."""
-        self._run("recompute_attention", lambda: recompute_attention(self.pair), edits=True)
-        self._run("expose_decisions", lambda: expose_decisions(self.pair), edits=True)
-        saved = self._run("find_saved_tensors", lambda: find_saved_tensors(self.pair))
-        return self._run(
-            "decide_eligibility",
-            lambda: decide_eligibility(
-                self.pair,
-                saved,
-                min_elements=self.config.min_elements,
-                channels_last=channels_last,
-                trust_unknown=self.config.unknown_operators == "compress",
-            ),
-        )
 
-    def insert(self, analysis: GraphAnalysis, plan: GraphPlan) -> None:
-        """Passes 9 to 11: carry ``plan`` out on the pair, in place."""
-        slots = tuple(tensor.name for tensor in analysis.saved)
-        self._run("insert_compression", lambda: insert_compression(self.pair, analysis, plan), edits=True)
-        self._run("defer_recomputation", lambda: defer_recomputation(self.pair), edits=True)
-        self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
+def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass] = PIPELINE) -> RewrittenGraph:
+    """Cut ``joint`` and rewrite the pair by ``passes``."""
+    done = run_passes(passes, replace(context, joint=joint))
+    assert done.pair is not None and done.replayable is not None
+    return RewrittenGraph(done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact)
 
-    def swap(self, *, is_first: bool) -> frozenset[str]:
-        """Pass 12, where the configuration asks for it: the slots whose blobs are in host memory between forward and
-        backward. Where there are none, the first of a model's graphs says so.
-        """
-        if not self.config.swap:
-            return frozenset()
-        slots = tuple(value.name for value in self.pair.saved_values())
-        moved = self._run("swap_codes", lambda: swap_codes(self.pair), edits=True)
-        self._run("verify_graphs", lambda: verify_graphs(self.pair, slots))
-        if is_first and not moved:
-            log.warning(
-                "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
-                "codes is on one (those of the CPU are in host memory already)"
+
+def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
+    """All that may be compressed at one width, for a step that is recorded."""
+    key = graph_fingerprint(analysis.saved)
+    seeds = {t.key: slot_seed(config.seed, f"profile {key}", t.key) for t, _ in analysis.quantized()}
+    return GraphPlan(key, tuple(TensorPlan(name, Code(PROFILE_BITS, seed=seed)) for name, seed in seeds.items()))
+
+
+def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, must_fit: bool) -> GraphPlan:
+    """The entry of ``plan`` for the graph that ``analysis`` is of, completed where the plan does not know it.
+
+    Raises:
+        ValueError: the plan does not know the graph, and it ``must_fit``.
+    """
+    key = graph_fingerprint(analysis.saved)
+    found = plan.graph(key) if plan is not None else None
+    if found is None and plan is not None and analysis.quantized():
+        if must_fit:
+            raise ValueError(
+                f"gact_fx.compile: the plan does not fit this model: {differences(plan, analysis.saved)}; "
+                "profile again with sample_batches, or compile without plan="
             )
-        return moved
-
-    def fuse(self) -> None:
-        """Pass 13, where the configuration or the device asks for it."""
-        if self.config.inner == "inductor" and self.config.fuse != "off":
-            self._run("fuse_codec", lambda: fuse_codec(self.pair, self._fuses, decompositions()), edits=True)
-
-    def _fuses(self, device: torch.device) -> bool:
-        return self.config.fuse == "on" or not has_compiled_kernels(device.type)
-
-    def _run(self, name: str, run: Callable[[], Result], edits: bool = False) -> Result:
-        is_kept = edits and self.keeps_text
-        # Only what edits changes the text; making one takes as long as a pass.
-        before = next((stage.after for stage in reversed(self.stages) if stage.after), None)
-        if is_kept and before is None:
-            before = self._text()
-        start = time.perf_counter()
-        result = run()
-        seconds = time.perf_counter() - start
-        after = self._text() if is_kept else None
-        self.stages.append(Stage(name, seconds, before if is_kept else None, after))
-        return result
-
-    def _text(self) -> tuple[str, str]:
-        graphs = (self.pair.forward, self.pair.backward)
-        forward, backward = (graph.print_readable(print_output=False) for graph in graphs)
-        return forward, backward
+        found = plan.nearest(analysis.saved)
+        remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
+        log.warning("graph %s was not profiled: %s", key, remedy)
+    alone = replace(config, budget_bytes=None, max_gradient_noise=None)
+    default = choose_plan([GraphTensors(key, analysis, {})], alone, "", None).graphs[0]
+    if found is None:
+        return default
+    known, others = found.entries(), default.entries()
+    chosen = []
+    for tensor, how in analysis.quantized():
+        entry = known.get(tensor.key, others[tensor.key])
+        chosen.append(entry if how.admits(tensor, entry) else others[tensor.key])
+    return GraphPlan(key, tuple(chosen), found.saved, found.runs)

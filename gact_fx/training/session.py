@@ -5,54 +5,30 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
-
-from torch import fx
 
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
-from gact_fx.graphs.aot import GraphPair, Mark
-from gact_fx.graphs.edit import copy_module
-from gact_fx.passes.choose_products import USUAL_BITS, choose_products
-from gact_fx.passes.mark_recomputation import mark_recomputation
-from gact_fx.passes.share_softmax import share_softmax
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
-from gact_fx.planning.accounting import fixed_nbytes
-from gact_fx.planning.budget import GraphTensors, choose_plan, is_better
+from gact_fx.graphs.aot import JointGraph
+from gact_fx.passes import PIPELINE
+from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.pipeline import Context, Pass
+from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
+from gact_fx.planning.budget import choose_plan, is_better
 from gact_fx.planning.graph_profile import GraphProfile
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.recorder import LeafGradients
 from gact_fx.profiling.tape import Step
-from gact_fx.records import GraphAnalysis
-from gact_fx.training.rewrite import Driver, Stage
+from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
 
 log = logging.getLogger("gact_fx")
-# What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
-PROFILE_BITS = 8
 # Steps in training until a plan is made without knowing how much the gradient varies.
 MAX_STEPS_WAITED = 8
 # Steps in training that may fail to be profiled before the first plan is given up.
 MAX_FAILURES = 3
-
-
-@dataclass(frozen=True)
-class GraphRecord:
-    """One rewritten graph pair, with what was found and decided.
-
-    ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
-    compiler. ``swapped`` are the slots whose blobs these move to host memory.
-    """
-
-    pair: GraphPair
-    replayable: GraphPair
-    analysis: GraphAnalysis
-    plan: GraphPlan
-    stages: tuple[Stage, ...]
-    swapped: frozenset[str] = frozenset()
 
 
 class Session:
@@ -61,13 +37,15 @@ class Session:
     The functions in ``on_plan`` are called whenever a plan is made, those in ``on_failure`` if there will be none.
     """
 
+    passes: tuple[Pass, ...] = PIPELINE
+
     def __init__(self, config: Config, model: str = "", plan: Plan | None = None) -> None:
         self.config = config
         self.model = model
         self.plan = plan
         self.plan_was_given = plan is not None
         self.profiles: dict[str, GraphProfile] = {}
-        self.records: list[GraphRecord] = []
+        self.records: list[RewrittenGraph] = []
         self.run_counts = RunCounts()
         self.eager_regions: EagerRegions | None = None
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -85,25 +63,6 @@ class Session:
         # Whether the parameters are there only while forward and backward read them (``fully_shard``).
         self.is_sharded = False
         self.on_sample: Callable[[], object] = self.make_plan
-
-    def cut(self, joint: fx.GraphModule, partition: Callable[[fx.GraphModule, Mark], GraphPair]) -> GraphPair:
-        """The joint graph in two, by ``partition(joint, mark)``, with what the configuration wants recomputed."""
-        mark = partial(mark_recomputation, recompute=self.config.recompute)
-        if self.config.recompute != "off":
-            share_softmax(joint)
-        if self.config.recompute != "full":
-            return partition(joint, mark)
-        trial = partition(copy_module(joint), mark)
-        analysis = Driver(trial, self.config).analyze()
-        products = choose_products(trial, analysis, self._bytes_to_free(analysis))
-        return partition(joint, partial(mark, products=products))
-
-    def _bytes_to_free(self, analysis: GraphAnalysis) -> float | None:
-        """What has to go so that the usual width fits ``budget_bytes``; None without such a budget."""
-        if self.config.budget_bytes is None:
-            return None
-        numel = sum(tensor.numel for tensor, _ in analysis.quantized())
-        return fixed_nbytes(analysis) + numel * USUAL_BITS / 8 - self.config.budget_bytes
 
     # Profiling
 
@@ -222,19 +181,19 @@ class Session:
 
     # Compiling
 
-    def rewrite(self, pair: GraphPair, channels_last: frozenset[str], *, profiling: bool = False) -> GraphRecord:
-        """Analyse ``pair``, rewrite it by the plan (or all at the profiling width), and record it."""
-        driver = Driver(pair, self.config, keeps_text=not profiling)
-        analysis = driver.analyze(channels_last)
-        plan = self._profiling_plan(analysis) if profiling else self._graph_plan(analysis)
-        driver.insert(analysis, plan)
-        replayable = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
-        swapped = driver.swap(is_first=not self.records) if not profiling else frozenset()
-        driver.fuse()
-        record = GraphRecord(pair, replayable, analysis, plan, tuple(driver.stages), swapped)
+    def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
+        """Rewrite ``joint`` by the plan (or all at the profiling width), and record it."""
+        find_plan = self._profiling_plan if profiling else self._graph_plan
+        context = Context(self.config, find_plan, is_profiling=profiling, keeps_text=not profiling)
+        graph = rewrite(joint, context, self.passes)
+        if self.config.swap and not profiling and not self.records and not graph.swapped:
+            log.warning(
+                "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
+                "codes is on one (those of the CPU are in host memory already)"
+            )
         if not profiling:
-            self.records.append(record)
-        return record
+            self.records.append(graph)
+        return graph
 
     def cache_key(self) -> str:
         """Identifies what a rewritten graph depends on, beside the graph itself."""
@@ -245,37 +204,11 @@ class Session:
         return self.profiles.setdefault(graph_fingerprint(analysis.saved), GraphProfile(analysis))
 
     def _profiling_plan(self, analysis: GraphAnalysis) -> GraphPlan:
-        key = graph_fingerprint(analysis.saved)
-        tensors = [
-            TensorPlan(t.key, PROFILE_BITS, slot_seed(self.config.seed, f"profile {key}", t.key), None)
-            for t, _ in analysis.quantized()
-        ]
-        return GraphPlan(key, tuple(tensors))
+        return profiling_plan(analysis, self.config)
 
     def _graph_plan(self, analysis: GraphAnalysis) -> GraphPlan:
-        """The plan's entry for this graph, completed where the plan does not know it."""
-        key = graph_fingerprint(analysis.saved)
-        found = self.plan.graph(key) if self.plan is not None else None
-        is_new = found is None and bool(analysis.quantized())
-        if is_new and self.plan is not None and self.plan_was_given and not self.records:
-            raise ValueError(
-                f"gact_fx.compile: the plan does not fit this model: {differences(self.plan, analysis.saved)}; "
-                "profile again with sample_batches, or compile without plan="
-            )
-        if is_new and self.plan is not None:
-            found = self.plan.nearest(analysis.saved)
-            remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
-            log.warning("graph %s was not profiled: %s", key, remedy)
-        alone = replace(self.config, budget_bytes=None, max_gradient_noise=None)
-        default = choose_plan([GraphTensors(key, analysis, {})], alone, self.model, None).graphs[0]
-        if found is None:
-            return default
-        entries = {**default.entries(), **found.entries()}
-        chosen = []
-        for tensor, how in analysis.quantized():
-            entry = entries[tensor.key]
-            chosen.append(entry if entry.fits(tensor, how) else default.entries()[tensor.key])
-        return GraphPlan(key, tuple(chosen), found.saved, found.runs)
+        must_fit = self.plan_was_given and not self.records
+        return graph_plan(analysis, self.plan, self.config, must_fit=must_fit)
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 

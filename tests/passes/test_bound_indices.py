@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Trace, analyze
+from conftest import Trace, analyze, insert
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -14,7 +14,6 @@ import gact_fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.passes.bound_indices import IndexRange, index_limit, index_range
-from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.plan import GraphPlan, TensorPlan
 
 aten = torch.ops.aten
@@ -102,11 +101,11 @@ def run(pair: GraphPair, inputs: list[torch.Tensor]) -> list[Any]:
 def test_packed_indices_are_exact(trace: Trace, inner: str, dtype: torch.dtype, bits: int) -> None:
     pair, inputs, wanted = pooled(inner, trace)
     analysis = analyze(pair)
-    (found,) = [(t, how) for t, how in zip(analysis.saved, analysis.eligibility, strict=True) if how.encoding == "pack"]
-    assert (found[0].dtype, found[1].min_bits) == (dtype, bits)
+    (found,) = [(t, how) for t, how in zip(analysis.saved, analysis.encodings, strict=True) if how.label == "pack"]
+    assert (found[0].dtype, found[1].width) == (dtype, bits)
     # Everything else stays as it is.
-    entries = tuple(TensorPlan(t.key, None, 0, None) for t, _ in analysis.quantized())
-    insert_compression(pair, analysis, GraphPlan("", entries))
+    entries = tuple(TensorPlan(t.key, None) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", entries))
     (blob,) = [value.source for value in pair.saved_values() if value.source.meta["val"].dtype is torch.uint8]
     assert blob.meta["val"].numel() <= found[0].numel * bits // 8 + 64
     for a, b in zip(run(pair, inputs), wanted, strict=True):

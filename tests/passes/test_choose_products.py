@@ -1,5 +1,6 @@
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -7,7 +8,10 @@ from conftest import Mixed, Trace, analyze, gradients, mixed_batch, relative_err
 from torch import nn
 
 import gact_fx
-from gact_fx.passes.choose_products import choose_products
+from gact_fx.config import Config
+from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.passes.choose_products import choose_products, usual_nbytes
+from gact_fx.passes.pipeline import Context
 
 
 class Deep(nn.Module):
@@ -21,10 +25,15 @@ class Deep(nn.Module):
         return x.square().sum()
 
 
-def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
+def chosen_of(trace: Trace, budget_bytes: int | None = None) -> tuple[GraphPair, frozenset[str]]:
     pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
-    analysis = analyze(pair)
-    chosen = choose_products(pair, analysis, None)
+    graph = JointGraph(pair.forward, (), lambda index: False, 0)
+    context = Context(Config(budget_bytes=budget_bytes), try_cut=lambda joint: (pair, analyze(pair)))
+    return pair, choose_products(graph, context)
+
+
+def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
+    pair, chosen = chosen_of(trace)
     products = [n for n in pair.forward.graph.nodes if str(n.target) in ("aten.addmm.default", "aten.mm.default")]
     # Every other one of a chain: what it is computed from stays.
     places = [i for i, node in enumerate(products) if node.name in chosen]
@@ -32,10 +41,10 @@ def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
 
 
 def test_no_more_than_the_budget_asks_for(trace: Trace) -> None:
-    pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
-    analysis = analyze(pair)
-    assert choose_products(pair, analysis, 0.0) == frozenset()
-    assert len(choose_products(pair, analysis, 1.0)) == 1
+    pair, _ = chosen_of(trace)
+    usual = math.ceil(usual_nbytes(analyze(pair)))
+    assert chosen_of(trace, usual)[1] == frozenset()
+    assert len(chosen_of(trace, usual - 1)[1]) == 1
 
 
 @pytest.mark.parametrize("inner", ["inductor", "eager"])

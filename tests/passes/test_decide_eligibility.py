@@ -8,14 +8,14 @@ import gact_fx
 
 def reasons(trace: Trace, function: object, *inputs: torch.Tensor, **options: bool) -> dict[str, str]:
     analysis = analyze(trace(function, *inputs, **options))
-    return {t.op: d.reason for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    return {t.op: d.reason for t, d in zip(analysis.saved, analysis.encodings, strict=True)}
 
 
 def test_floats_are_quantized_and_masks_are_exact(trace: Trace) -> None:
     w = nn.Parameter(torch.randn(16, 32))
     v = nn.Parameter(torch.randn(32, 8))
     analysis = analyze(trace(lambda x: (nn.functional.dropout((x @ w).tanh(), 0.5) @ v).sum(), torch.randn(8, 16)))
-    found = {(t.op, d.encoding) for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    found = {(t.op, d.label) for t, d in zip(analysis.saved, analysis.encodings, strict=True)}
     assert ("aten.tanh", "quantize") in found
     assert ("aten.native_dropout[1]", "mask") in found
 
@@ -39,7 +39,7 @@ def test_refusals_have_reasons(trace: Trace, monkeypatch: pytest.MonkeyPatch) ->
 def test_small_tensors_are_kept(trace: Trace) -> None:
     w = nn.Parameter(torch.randn(16, 2))
     analysis = analyze(trace(lambda x: (x @ w).tanh().sum(), torch.randn(8, 16)))
-    assert "fewer than 64 elements" in {d.reason for d in analysis.eligibility}
+    assert "fewer than 64 elements" in {d.reason for d in analysis.encodings}
 
 
 def test_float64_is_compressed_and_indices_are_packed(trace: Trace) -> None:
@@ -59,9 +59,9 @@ def test_a_kept_tensor_keeps_what_shares_its_memory(trace: Trace) -> None:
 
     analysis = analyze(trace(function, torch.randn(16, 4)))
     by_storage: dict[int, set[bool]] = {}
-    for tensor, decision in zip(analysis.saved, analysis.eligibility, strict=True):
+    for tensor, decision in zip(analysis.saved, analysis.encodings, strict=True):
         if tensor.owner == "nobody":
-            by_storage.setdefault(tensor.storage, set()).add(decision.is_compressed)
+            by_storage.setdefault(tensor.storage, set()).add(decision.label != "keep")
     assert by_storage and all(len(kinds) == 1 for kinds in by_storage.values())
 
 
@@ -69,14 +69,14 @@ def test_memory_order_follows_the_strides(trace: Trace) -> None:
     conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     analysis = analyze(trace(lambda x: conv(x).tanh().sum(), x))
-    orders = [d.order for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if t.op == "aten.tanh"]
+    orders = [d.order for t, d in zip(analysis.saved, analysis.encodings, strict=True) if t.op == "aten.tanh"]
     assert orders == [(0, 2, 3, 1)]
 
 
 def test_every_tensor_gets_a_decision(trace: Trace) -> None:
     analysis = analyze(trace(Mixed(), *mixed_batch()))
-    assert [t.name for t in analysis.saved] == [d.name for d in analysis.eligibility]
-    assert all(d.reason for d in decisions(analysis).values() if not d.is_compressed)
+    assert [t.name for t in analysis.saved] == [d.name for d in analysis.encodings]
+    assert all(d.reason for d in decisions(analysis).values() if d.label == "keep")
 
 
 def test_what_the_model_returns_is_compressed_and_counted() -> None:

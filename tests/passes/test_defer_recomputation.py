@@ -1,9 +1,8 @@
 import torch
-from conftest import Trace, analyze
+from conftest import Trace, analyze, insert, run_pass
 from torch import fx, nn
 
-from gact_fx.passes.defer_recomputation import defer_recomputation
-from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.codec.code import Code
 from gact_fx.plan import GraphPlan, TensorPlan
 
 decompress = torch.ops.gact_fx.decompress.default
@@ -37,10 +36,10 @@ def most_values_alive(module: fx.GraphModule) -> int:
 def test_values_are_decompressed_right_before_they_are_used(trace: Trace) -> None:
     pair = trace(Residual(), torch.randn(64, 32), recompute="auto", inner="inductor")
     analysis = analyze(pair)
-    tensors = tuple(TensorPlan(t.key, 8, 1, None) for t, _ in analysis.quantized())
-    insert_compression(pair, analysis, GraphPlan("", tensors))
+    tensors = tuple(TensorPlan(t.key, Code(8, seed=1)) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", tensors))
     before = [node.name for node in pair.backward.graph.nodes]
-    defer_recomputation(pair)
+    run_pass("defer_recomputation", pair)
     nodes = list(pair.backward.graph.nodes)
     assert sorted(before) == sorted(node.name for node in nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -61,6 +60,6 @@ def test_it_changes_no_value(trace: Trace) -> None:
         for i, n in enumerate(pair.backward.graph.find_nodes(op="placeholder"))
     ]
     before = fx.Interpreter(pair.backward).run(*inputs)
-    defer_recomputation(pair)
+    run_pass("defer_recomputation", pair)
     for a, b in zip(fx.Interpreter(pair.backward).run(*inputs), before, strict=True):
         assert a is b is None or torch.equal(a, b)

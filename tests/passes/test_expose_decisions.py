@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Trace, analyze, gradients, relative_error
+from conftest import Trace, analyze, gradients, insert, relative_error, run_pass
 from torch import fx, nn
 from torch.nn import functional as F
 
 import gact_fx
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.passes.expose_decisions import expose_decisions
-from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.plan import GraphPlan, TensorPlan
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
@@ -63,7 +62,8 @@ def test_the_gradients_are_the_same(trace: Trace, inner: str, name: str, edges: 
     again = replace(pair, backward=fx.GraphModule(pair.backward, copy.deepcopy(pair.backward.graph)))
     arguments = [x if slot.meta["val"].shape == x.shape else p.detach() for slot in placeholders(pair)]
     wanted = run(pair, arguments)
-    found = run(expose_decisions(again), arguments)
+    run_pass("expose_decisions", again)
+    found = run(again, arguments)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     hidden = {"relu", "hardtanh", "clamp_min", "clamp_max", "abs", "maximum", "minimum", "clamp", "leaky_relu"}
@@ -81,7 +81,8 @@ def test_every_value_is_the_same_on_edges(trace: Trace) -> None:
         values = torch.stack([x, y]) if name in ("maximum", "minimum") else x
         pair = handmade(function, values)
         (wanted,) = pair.backward(values, torch.ones_like(values))
-        (found,) = expose_decisions(pair).backward(values, torch.ones_like(values))
+        run_pass("expose_decisions", pair)
+        (found,) = pair.backward(values, torch.ones_like(values))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -98,7 +99,8 @@ def test_integers_are_left_alone() -> None:
     x = torch.arange(-3, 4)
     pair = handmade(lambda x: x.clamp(-1, 2), x)
     before = pair.backward.code
-    assert expose_decisions(pair).backward.code == before
+    run_pass("expose_decisions", pair)
+    assert pair.backward.code == before
 
 
 def test_what_depends_on_tangents_is_left_alone() -> None:
@@ -109,7 +111,7 @@ def test_what_depends_on_tangents_is_left_alone() -> None:
         clipped = graph.call_function(torch.ops.aten.relu.default, (product,))
     clipped.meta["val"] = product.meta["val"]
     graph.output_node().args = ((clipped,),)
-    expose_decisions(pair)
+    run_pass("expose_decisions", pair)
     assert graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
 
 
@@ -160,8 +162,8 @@ def test_recomputed_from_rounded_values_it_is_unbiased(trace: Trace, inner: str,
     activation = PIECEWISE_LINEAR[name]
     pair = trace(lambda x: of_what_is_saved(x, activation), x, inner=inner, recompute="auto")
     analysis = analyze(pair)
-    entries = tuple(TensorPlan(t.key, 2, 0, None) for t, _ in analysis.quantized())
-    insert_compression(pair, analysis, GraphPlan("", entries))
+    entries = tuple(TensorPlan(t.key, Code(2, seed=0)) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", entries))
     tensors = {tuple(t.shape): t.detach() for t in (x, U, V, W)}
     inputs = [tensors[tuple(slot.meta["val"].shape)] for slot in placeholders(pair)]
     exact = torch.autograd.grad(of_what_is_saved(x, activation), [W])[0]

@@ -2,21 +2,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Trace, analyze, gradients, relative_error
+from conftest import Trace, analyze, gradients, masks_of, relative_error, run_pass
 from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
 from gact_fx.passes.find_masks import find_masks
-from gact_fx.passes.find_saved_tensors import find_saved_tensors
 
 
 def test_relu_output_that_is_used_both_ways_carries_its_mask(trace: Trace) -> None:
     v, w = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(32, 8))
     analysis = analyze(trace(lambda x: ((x @ v).relu() @ w).sum().sin(), torch.randn(8, 16)))
-    carrying = [(d.encoding, len(d.masks), d.values) for d in analysis.eligibility if d.masks]
-    assert carrying == [("quantize", 1, True)] or not carrying  # a partitioner may save the mask itself
-    encodings = {t.op: d.encoding for t, d in zip(analysis.saved, analysis.eligibility, strict=True)}
+    carrying = [(d.label, len(masks_of(d))) for d in analysis.encodings if masks_of(d)]
+    assert carrying == [("quantize", 1)] or not carrying  # a partitioner may save the mask itself
+    encodings = {t.op: d.label for t, d in zip(analysis.saved, analysis.encodings, strict=True)}
     assert encodings["aten.relu"] == "quantize"
 
 
@@ -31,9 +30,9 @@ def test_a_tensor_that_is_only_compared_is_one_bit(trace: Trace) -> None:
     lossy = frozenset(value.name for value in pair.saved_values() if value.source.meta["val"].is_floating_point())
     masks = find_masks(pair, lossy)
     analysis = analyze(pair)
-    for tensor, decision in zip(analysis.saved, analysis.eligibility, strict=True):
-        if decision.masks:
-            assert decision.encoding == "mask" and tensor.name not in masks.values
+    for tensor, decision in zip(analysis.saved, analysis.encodings, strict=True):
+        if masks_of(decision):
+            assert decision.label == "mask" and tensor.name not in masks.values
 
 
 def test_a_recomputed_chain_that_ends_in_a_comparison_is_a_mask(trace: Trace) -> None:
@@ -42,7 +41,7 @@ def test_a_recomputed_chain_that_ends_in_a_comparison_is_a_mask(trace: Trace) ->
         lambda x: nn.functional.max_pool2d(bn(conv(x)).relu(), 2).sum(), torch.randn(4, 3, 10, 10), inner="inductor"
     )
     analysis = analyze(pair)
-    hosts = [t.op for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if d.masks]
+    hosts = [t.op for t, d in zip(analysis.saved, analysis.encodings, strict=True) if masks_of(d)]
     # torch 2.11 saves the ReLU's output for its maximum pool, later versions recompute it from the convolution's.
     assert hosts in (["aten.convolution"], ["aten.relu"])
 
@@ -51,7 +50,7 @@ def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
     v = nn.Parameter(torch.randn(16, 32))
     pair = trace(lambda x: (x @ v).tanh().sum(), torch.randn(8, 16))
     graph = pair.backward.graph
-    tanh = next(t for t in find_saved_tensors(pair) if t.op == "aten.tanh")
+    tanh = next(t for t in run_pass("find_saved_tensors", pair).saved if t.op == "aten.tanh")
     saved = next(value for value in pair.saved_values() if value.name == tanh.name)
     user = next(iter(saved.placeholder.users))
     with graph.inserting_before(user):
@@ -70,7 +69,7 @@ def test_decisions_larger_than_what_they_follow_from(trace: Trace) -> None:
         return torch.relu(1 - (z[:, None] - z[None, :])).mean()
 
     analysis = analyze(trace(pairwise, torch.randn(512, 16), inner="inductor"))
-    assert not any(decision.masks for decision in analysis.eligibility)
+    assert not any(masks_of(decision) for decision in analysis.encodings)
 
 
 STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

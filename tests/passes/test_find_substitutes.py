@@ -16,7 +16,7 @@ def stored_as(pair: GraphPair) -> set[tuple[str, str]]:
     """Operator that made a saved tensor → operator whose result is stored in its place."""
     targets = {node.name: str(node.target) for node in pair.backward.graph.nodes}
     analysis = analyze(pair)
-    pairs = zip(analysis.saved, analysis.eligibility, strict=True)
+    pairs = zip(analysis.saved, analysis.encodings, strict=True)
     return {(t.op, targets[how.instead]) for t, how in pairs if how.instead}
 
 
@@ -58,7 +58,7 @@ def test_what_is_unbounded_and_read_otherwise_is_refused(trace: Trace) -> None:
             return g * y.exp() + g.sum() * w.sum(1), g.sum() * y.t() @ torch.ones(len(y), 8)
 
     analysis = analyze(trace(lambda x: Exponential.apply(x @ v, w).sum(), torch.randn(64, 16)))
-    (reason,) = [d.reason for t, d in zip(analysis.saved, analysis.eligibility, strict=True) if t.op == "aten.mm"]
+    (reason,) = [d.reason for t, d in zip(analysis.saved, analysis.encodings, strict=True) if t.op == "aten.mm"]
     assert reason == "backward is unbounded in it (aten.exp.default)"
 
 

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mixed, Trace, analyze, gradients, mixed_batch
+from conftest import Mixed, Trace, analyze, gradients, insert, mixed_batch, run_pass
 from torch import fx, nn
 
 import gact_fx
 from gact_fx import ops
 from gact_fx.codec import reference
-from gact_fx.graphs.compilers import decompositions
-from gact_fx.passes.fuse_codec import fuse_codec
-from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.codec.code import Code
+from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.plan import GraphPlan, TensorPlan
 
 compress = torch.ops.gact_fx.compress.default
@@ -30,12 +29,16 @@ def test_bits_of_the_graphs(trace: Trace, rounding: str) -> None:
     for fuse in (False, True):
         pair = trace(model, x, y)
         analysis = analyze(pair)
-        plans = (TensorPlan(t.key, 3, i, None, rounding, 64) for i, (t, _) in enumerate(analysis.quantized()))
-        insert_compression(pair, analysis, GraphPlan("", tuple(plans)))
+        plans = (TensorPlan(t.key, Code(3, rounding, 64, i)) for i, (t, _) in enumerate(analysis.quantized()))
+        insert(pair, analysis, GraphPlan("", tuple(plans)))
         operators = codec_nodes(pair.forward, pair.backward)
         if fuse:
-            assert fuse_codec(pair, lambda device: device.type == "cuda", decompositions()) == 0
-            assert fuse_codec(pair, lambda device: device.type == "cpu", decompositions()) == len(operators) > 0
+            run_pass("fuse_codec", pair, fuse="auto")
+            assert len(codec_nodes(pair.forward, pair.backward)) == (
+                len(operators) if has_compiled_kernels("cpu") else 0
+            )
+            run_pass("fuse_codec", pair, fuse="on")
+            assert operators
             assert not codec_nodes(pair.forward, pair.backward)
         generator = torch.Generator().manual_seed(3)
         inputs = [

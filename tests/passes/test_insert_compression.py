@@ -2,21 +2,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mixed, Trace, analyze, mixed_batch, relative_error
+from conftest import Mixed, Trace, analyze, insert, masks_of, mixed_batch, relative_error
 from torch import fx, nn
 
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.encodings import Alias, GraphAnalysis
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 from gact_fx.plan import GraphPlan, TensorPlan
-from gact_fx.records import GraphAnalysis
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 
 
 def uniform(analysis: GraphAnalysis, bits: int | None = 8) -> GraphPlan:
-    return GraphPlan("", tuple(TensorPlan(t.key, bits, 0, None) for t, _ in analysis.quantized()))
+    return GraphPlan(
+        "", tuple(TensorPlan(t.key, None if bits is None else Code(bits)) for t, _ in analysis.quantized())
+    )
 
 
 def run(pair: GraphPair, inputs: list[Any]) -> list[Any]:
@@ -31,7 +33,7 @@ def rewritten(
 ) -> tuple[GraphPair, GraphAnalysis]:
     pair = trace(function, *inputs)
     analysis = analyze(pair)
-    insert_compression(pair, analysis, uniform(analysis, bits))
+    insert(pair, analysis, uniform(analysis, bits))
     verify_graphs(pair, tuple(t.name for t in analysis.saved))
     return pair, analysis
 
@@ -48,9 +50,9 @@ def test_blobs_replace_tensors_in_place(trace: Trace) -> None:
     pair, analysis = rewritten(trace, Mixed(), *mixed_batch())
     values = pair.saved_values()
     assert [value.name for value in values] == names
-    for value, decision in zip(values, analysis.eligibility, strict=True):
+    for value, decision in zip(values, analysis.encodings, strict=True):
         dtype = value.placeholder.meta["val"].dtype
-        assert (dtype is torch.uint8 and value.source.target is compress) == decision.is_compressed
+        assert (dtype is torch.uint8 and value.source.target is compress) == decision.label != "keep"
 
 
 def test_gradients_of_the_rewritten_pair(trace: Trace) -> None:
@@ -90,8 +92,8 @@ def test_running_the_pipeline_again_changes_nothing(trace: Trace) -> None:
     pair, _ = rewritten(trace, Mixed(), *mixed_batch())
     text = pair.forward.code, pair.backward.code
     again = analyze(pair)
-    assert not any(decision.is_compressed for decision in again.eligibility)
-    insert_compression(pair, again, uniform(again))
+    assert not any(decision.label != "keep" for decision in again.encodings)
+    insert(pair, again, uniform(again))
     assert (pair.forward.code, pair.backward.code) == text
 
 
@@ -105,9 +107,9 @@ def test_two_views_of_one_buffer_share_a_blob(trace: Trace) -> None:
 
     x = torch.randn(64, 16) / 4
     pair, analysis = rewritten(trace, function, x)
-    (alias,) = [decision for decision in analysis.eligibility if decision.encoding == "alias"]
+    (alias,) = [how for how in analysis.encodings if isinstance(how, Alias)]
     sources = {value.name: value.source for value in pair.saved_values()}
-    assert sources[alias.name] is sources[alias.alias_of]
+    assert sources[alias.name] is sources[alias.of]
     exact = torch.autograd.grad(function(x), [v, w])
     found = {tuple(g.shape): g for g in run(pair, arguments(pair, [x, v, w])) if g is not None}
     assert 1e-5 < relative_error([found[tuple(g.shape)] for g in exact], exact) < 0.02
@@ -121,7 +123,7 @@ def test_several_masks_in_one_blob(trace: Trace) -> None:
 
     x = torch.randn(64, 16) * 2
     pair, analysis = rewritten(trace, function, x, bits=8)
-    assert max(len(decision.masks) for decision in analysis.eligibility) >= 2
+    assert max(len(masks_of(decision)) for decision in analysis.encodings) >= 2
     exact = torch.autograd.grad(function(x), [v, w])
     found = {tuple(g.shape): g for g in run(pair, arguments(pair, [x, v, w])) if g is not None}
     assert relative_error([found[tuple(g.shape)] for g in exact], exact) < 0.02
@@ -144,7 +146,7 @@ def test_verification_notices(trace: Trace, damage: str) -> None:
         user = next(iter(first.users))
         user.replace_input_with(first, first.args[0])
     else:
-        value = next(v for v, d in zip(pair.saved_values(), analysis.eligibility, strict=True) if d.is_compressed)
+        value = next(v for v, d in zip(pair.saved_values(), analysis.encodings, strict=True) if d.label != "keep")
         value.placeholder.meta["val"] = value.placeholder.meta["val"].float()
     with pytest.raises((GraphVerificationError, RuntimeError)):
         verify_graphs(pair, names)

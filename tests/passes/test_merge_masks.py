@@ -14,8 +14,8 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
+from gact_fx.passes.encodings import Quantize
 from gact_fx.plan import TensorPlan
-from gact_fx.records import QUANTIZE
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
@@ -136,14 +136,14 @@ def test_codes_tell_the_mask_exactly(bits: int, rounding: str, dtype: torch.dtyp
 @INNER
 def test_masks_behind_batch_norm_and_of_results(trace: Trace, inner: str) -> None:
     found = analyze(trace(Normed(), images(), inner=inner, recompute="auto" if inner == "inductor" else "off"))
-    with_mask = [how for how in found.eligibility if how.encoding == QUANTIZE and how.masks]
+    with_mask = [how for how in found.encodings if isinstance(how, Quantize) and how.masks]
     assert with_mask and all(how.merges in how.masks for how in with_mask)
 
 
 def test_masks_are_spread_over_the_tensors_that_they_follow_from(trace: Trace) -> None:
     """The sum's mask follows from both convolutions; the first one has a mask already."""
     found = analyze(trace(Normed(depth=1), images(), inner="inductor", recompute="auto"))
-    hosting = [how for how in found.eligibility if how.encoding == QUANTIZE and how.masks]
+    hosting = [how for how in found.encodings if isinstance(how, Quantize) and how.masks]
     assert all(len(how.masks) == 1 for how in hosting)
 
 
@@ -151,7 +151,7 @@ def test_masks_are_spread_over_the_tensors_that_they_follow_from(trace: Trace) -
 def test_other_decisions_are_not_merged(trace: Trace, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     found = analyze(trace(lambda x: (function(x @ weight) @ weight).square().sum(), torch.randn(64, 64)))
-    assert not any(how.merges for how in found.eligibility)
+    assert not any(how.merges for _, how in found.quantized())
 
 
 # ---- Gradients --------------------------------------------------------------------------------------------------

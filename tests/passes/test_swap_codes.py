@@ -1,27 +1,36 @@
 """Codes in host memory between forward and backward. On the CPU the pass is forced; the GPU's test has not run yet."""
 
 import copy
-import functools
 import logging
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Mixed, Trace, analyze, gradients, mixed_batch
+from conftest import Mixed, Trace, analyze, gradients, insert, mixed_batch, run_pass
 from torch import fx, nn
 
 import gact_fx
 from gact_fx import Config
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.passes.defer_recomputation import defer_recomputation
-from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.pipeline import Context
 from gact_fx.passes.swap_codes import PREFETCH, swap_codes
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 from gact_fx.plan import GraphPlan, TensorPlan
 
 compress, decompress = torch.ops.gact_fx.compress.default, torch.ops.gact_fx.decompress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
-forced = functools.partial(swap_codes, devices=("cpu",))
+
+
+def swapped(pair: GraphPair, *devices: str) -> frozenset[str]:
+    found = swap_codes(pair, Context(Config()), devices or ("cuda",))
+    pair.forward.recompile()
+    pair.backward.recompile()
+    return found
+
+
+def forced(pair: GraphPair) -> frozenset[str]:
+    return swapped(pair, "cpu")
 
 
 def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
@@ -31,9 +40,9 @@ def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
 def compressed(trace: Trace, model: nn.Module, *inputs: torch.Tensor) -> tuple[GraphPair, tuple[str, ...]]:
     pair = trace(model, *inputs)
     analysis = analyze(pair)
-    tensors = tuple(TensorPlan(t.key, 8, 1, None) for t, _ in analysis.quantized())
-    insert_compression(pair, analysis, GraphPlan("", tensors))
-    defer_recomputation(pair)
+    tensors = tuple(TensorPlan(t.key, Code(8, seed=1)) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", tensors))
+    run_pass("defer_recomputation", pair)
     return pair, tuple(t.name for t in analysis.saved)
 
 
@@ -73,7 +82,7 @@ def test_they_are_asked_for_ahead_and_waited_for_right_before_their_use(trace: T
 def test_nothing_moves_on_other_devices(trace: Trace) -> None:
     pair, _ = compressed(trace, Mixed(), *mixed_batch())
     text = pair.forward.code, pair.backward.code
-    assert swap_codes(pair) == frozenset()
+    assert swapped(pair) == frozenset()
     assert (pair.forward.code, pair.backward.code) == text
 
 
@@ -84,7 +93,7 @@ def test_only_blobs_on_the_gpu_move_and_return_to_it(trace: Trace) -> None:
     blob = chosen.source.meta["val"]
     with blob.fake_mode:
         chosen.source.meta["val"] = torch.empty(blob.shape, dtype=blob.dtype, device="cuda:0")
-    assert swap_codes(pair) == {chosen.name}
+    assert swapped(pair) == {chosen.name}
     verify_graphs(pair, slots)
     (sent,), (asked,) = calls(pair.forward, to_host), calls(pair.backward, fetch)
     assert sent.meta["val"].device.type == "cpu" and chosen.placeholder.meta["val"].device.type == "cpu"

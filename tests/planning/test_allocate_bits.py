@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gact_fx.codec.code import Code
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 
 
 def option(nbytes: int, variance: float) -> Choice:
-    return Choice(4, "stochastic", 256, nbytes, variance)
+    return Choice(Code(4), nbytes, variance)
 
 
 def nbytes(choices: Sequence[Choice]) -> int:
@@ -221,7 +222,7 @@ def test_bad_input(solve: Callable[[Sequence[Menu], float], list[Choice]]) -> No
     with pytest.raises(ValueError, match=f"gact_fx.{solve.__name__}: every menu needs a choice, got none in menu 1;"):
         solve([good, []], 10)
     for value in (-1.0, math.nan, math.inf, -math.inf):
-        for bad in (option(1, value), Choice(4, "dither", 64, value, 1.0)):  # type: ignore[arg-type]
+        for bad in (option(1, value), Choice(Code(4, "dither", 64), value, 1.0)):  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=f"gact_fx.{solve.__name__}: nbytes and variance must be .*, got .*1;"):
                 solve([good, [*good, bad]], 10)
     with pytest.raises(ValueError, match="must be a number, got nan; pass"):

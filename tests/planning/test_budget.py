@@ -11,14 +11,14 @@ import torch
 from conftest import Mixed, mixed_batch
 
 import gact_fx
+from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import blob_nbytes
 from gact_fx.config import Config
+from gact_fx.passes.encodings import GraphAnalysis, Keep, Mask, Pack, Quantize
 from gact_fx.plan import Plan
-from gact_fx.planning.accounting import coded_nbytes
 from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
 from gact_fx.planning.list_choices import Item, list_choices
-from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
-from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor, Sensitivity
+from gact_fx.records import SavedTensor, Sensitivity
 
 GROUP, NUMEL = 256, 8192
 OPTIONS = {"group_size": GROUP}
@@ -29,14 +29,16 @@ def saved(name: str, owner: str = "nobody", dtype: torch.dtype = torch.float32, 
 
 
 def measured(value: float) -> Sensitivity:
-    codes = {(b, r, GROUP): value * s * step_variance(b) for b in WIDTHS for r, s in (("stochastic", 1), ("dither", 2))}
-    return Sensitivity(value, {**codes, (16, "stochastic", GROUP): value * 2.0**-18})
+    codes = {
+        Code(b, r, GROUP): value * s * step_variance(b) for b in WIDTHS for r, s in (("stochastic", 1), ("dither", 2))
+    }
+    return Sensitivity(value, {**codes, Code(16, "stochastic", GROUP): value * 2.0**-18})
 
 
 def graph(*values: float, exact: bool = False) -> GraphTensors:
     """One graph with a quantized tensor of every sensitivity."""
     tensors = [saved(f"t{i}", storage=i) for i in range(len(values))]
-    how = [Eligibility(t.name, QUANTIZE, "", exact_allowed=exact) for t in tensors]
+    how = [Quantize(t.name, "", (0,), () if exact else ("mask",)) for t in tensors]
     found = {t.key: measured(value) for t, value in zip(tensors, values, strict=True)}
     return GraphTensors("graph", GraphAnalysis(tuple(tensors), tuple(how)), found)
 
@@ -44,10 +46,8 @@ def graph(*values: float, exact: bool = False) -> GraphTensors:
 def nbytes(plan: Plan, of: GraphTensors) -> int:
     """Bytes of the quantized tensors."""
     entries = plan.graphs[0].entries()
-    return sum(
-        t.nbytes if entries[t.key].bits is None else coded_nbytes(t, how, entries[t.key])
-        for t, how in of.analysis.quantized()
-    )
+    stored = [(t, how.nbytes(t, entries[t.key])) for t, how in of.analysis.quantized()]
+    return sum(t.nbytes if size is None else size for t, size in stored)
 
 
 def least(of: GraphTensors) -> int:
@@ -74,18 +74,16 @@ def test_budget_bits_is_an_average_with_metadata(bits: float) -> None:
 def with_fixed(tensors: GraphTensors) -> tuple[GraphTensors, int]:
     """``tensors`` beside what a graph holds whatever the plan, and how much that is."""
     others = [
-        (saved("kept", storage=100), Eligibility("kept", KEEP, "")),
-        (saved("view", storage=100), Eligibility("view", KEEP, "")),
-        (saved("returned", "output", storage=101), Eligibility("returned", KEEP, "")),
-        (saved("weight", "parameter", storage=102), Eligibility("weight", KEEP, "")),
-        (saved("batch", "caller", storage=103), Eligibility("batch", KEEP, "")),
-        (saved("mask", dtype=torch.bool, storage=104), Eligibility("mask", MASK, "")),
-        (saved("offsets", dtype=torch.int8, storage=105), Eligibility("offsets", PACK, "", min_bits=2)),
+        (saved("kept", storage=100), Keep("kept", "")),
+        (saved("view", storage=100), Keep("view", "")),
+        (saved("returned", "output", storage=101), Keep("returned", "")),
+        (saved("weight", "parameter", storage=102), Keep("weight", "")),
+        (saved("batch", "caller", storage=103), Keep("batch", "")),
+        (saved("mask", dtype=torch.bool, storage=104), Mask("mask", "", (0,))),
+        (saved("offsets", dtype=torch.int8, storage=105), Pack("offsets", "", (0,), 2)),
     ]
     analysis = tensors.analysis
-    both = GraphAnalysis(
-        (*analysis.saved, *(t for t, _ in others)), (*analysis.eligibility, *(how for _, how in others))
-    )
+    both = GraphAnalysis((*analysis.saved, *(t for t, _ in others)), (*analysis.encodings, *(how for _, how in others)))
     return replace(tensors, analysis=both), NUMEL * 4 * 2 + NUMEL // 8 + NUMEL // 4
 
 
@@ -200,7 +198,7 @@ def test_unmeasured_variances_are_not_claimed() -> None:
 
 def test_not_adaptive_is_one_width() -> None:
     tensors = graph(*VALUES, exact=True)
-    first, *rest = tensors.analysis.eligibility
+    first, *rest = tensors.analysis.encodings
     analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, min_bits=6), *rest))
     plan = choose_plan([replace(tensors, analysis=analysis)], Config(budget_bits=3, adaptive=False), "m", None)
     found = [(entry.bits, entry.rounding, entry.group_size) for entry in plan.graphs[0].tensors]

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import blob_nbytes
+from gact_fx.passes.encodings import Quantize
 from gact_fx.planning.allocate_bits import Choice, Menu
 from gact_fx.planning.list_choices import FLOOR, Item, list_choices
-from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
-from gact_fx.records import QUANTIZE, Eligibility, SavedTensor, Sensitivity
+from gact_fx.records import SavedTensor, Sensitivity
 
 GROUP = 256
 NUMEL = 4096
@@ -21,29 +22,33 @@ def item(value: float | None, numel: int = NUMEL, dtype: torch.dtype = torch.flo
     if value is not None:
         shares = {"stochastic": 1.0, "dither": 0.4}
         codes = {
-            (bits, rounding, GROUP): value * share * step_variance(bits)
+            Code(bits, rounding, GROUP): value * share * step_variance(bits)
             for bits in WIDTHS
             for rounding, share in shares.items()
         }
-        sensitivity = Sensitivity(value, {**codes, (16, "stochastic", GROUP): value * 1e-6})
-    return Item(tensor, Eligibility("t", QUANTIZE, "", **how), sensitivity)  # type: ignore[arg-type]
+        sensitivity = Sensitivity(value, {**codes, Code(16, "stochastic", GROUP): value * 1e-6})
+    return Item(tensor, Quantize("t", "", (0,), **how), sensitivity)  # type: ignore[arg-type]
 
 
 def menus(*items: Item, roundings: tuple[str, ...] = ("stochastic", "dither")) -> list[Menu]:
     return list_choices(items, roundings=roundings, group_sizes=[GROUP])
 
 
+def way(choice: Choice) -> tuple[int | None, str | None]:
+    return (None, None) if choice.code is None else (choice.code.bits, choice.code.rounding)
+
+
 def find(menu: Menu, bits: int | None, rounding: str = "stochastic") -> Choice:
-    (found,) = [choice for choice in menu if (choice.bits, choice.rounding) == (bits, rounding)]
+    (found,) = [choice for choice in menu if way(choice) == (bits, rounding if bits is not None else None)]
     return found
 
 
 def test_every_way_is_offered_once_with_its_bytes_and_variance() -> None:
     (menu,) = menus(item(2.0))
-    assert [(c.bits, c.rounding) for c in menu] == [
+    assert [way(c) for c in menu] == [
         *((bits, rounding) for bits in WIDTHS for rounding in ("stochastic", "dither")),
         (16, "stochastic"),
-        (None, "stochastic"),
+        (None, None),
     ]
     for bits in WIDTHS:
         assert find(menu, bits).nbytes == blob_nbytes(NUMEL, torch.float32, bits, GROUP, 0)
@@ -54,7 +59,7 @@ def test_every_way_is_offered_once_with_its_bytes_and_variance() -> None:
 
 def test_group_sizes() -> None:
     (menu,) = list_choices([item(2.0)], roundings=["stochastic"], group_sizes=[64, 256])
-    nbytes = {c.group_size: c.nbytes for c in menu if c.bits == 4}
+    nbytes = {c.code.group_size: c.nbytes for c in menu if c.code is not None and c.bits == 4}
     assert nbytes == {size: blob_nbytes(NUMEL, torch.float32, 4, size, 0) for size in (64, 256)}
 
 
@@ -83,7 +88,7 @@ def test_a_view_of_more_memory_costs_all_of_it() -> None:
         plain.how,
         plain.sensitivity,
     )
-    substitute = Item(larger.tensor, Eligibility("t", QUANTIZE, "", instead="u"), plain.sensitivity)
+    substitute = Item(larger.tensor, Quantize("t", "", (0,), instead="u"), plain.sensitivity)
     assert [find(menu, None).nbytes for menu in menus(larger, substitute)] == [NUMEL * 8, NUMEL * 4]
 
 

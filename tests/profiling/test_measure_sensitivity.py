@@ -5,7 +5,8 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
-from gact_fx.profiling.measure_sensitivity import PROBE_BITS, step_variance
+from gact_fx.codec.code import step_variance
+from gact_fx.profiling.rounding_meter import REFERENCE
 
 
 def sensitivities(model: nn.Module, loss_fn: object, batch: object, **options: object) -> dict[str, float]:
@@ -21,7 +22,8 @@ def test_a_linear_layer_has_the_sensitivity_that_theory_gives() -> None:
     found = sensitivities(model, lambda m, b: (m(b) * t).sum(), x, profile_draws=32, budget_bits=8)
     h = torch.tanh(model[0](x)).detach()
     draws = [
-        ops.decompress(ops.compress(h, PROBE_BITS, 256, seed), h.shape, h.dtype, PROBE_BITS, 256) for seed in range(32)
+        ops.decompress(ops.compress(h, REFERENCE.bits, 256, seed), h.shape, h.dtype, REFERENCE.bits, 256)
+        for seed in range(32)
     ]
     # The saved tanh moves its own layer's weight gradient, and through tanh' the first layer's.
     w = model[2].weight.detach()
@@ -31,7 +33,7 @@ def test_a_linear_layer_has_the_sensitivity_that_theory_gives() -> None:
         return torch.cat([(t.T @ value).flatten(), (before.T @ x).flatten(), before.sum(0)])
 
     gradients = torch.stack([gradient(value) for value in draws])
-    expected = float(gradients.var(0).sum()) / step_variance(PROBE_BITS)
+    expected = float(gradients.var(0).sum()) / step_variance(REFERENCE.bits)
     # Both are estimates from 32 draws of one quantity.
     assert found["aten.tanh"] == pytest.approx(expected, rel=0.35)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gact_fx import ops
+from gact_fx.codec.code import Code
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.profiling.rounding_meter import WIDTHS, RoundingMeter
 
@@ -56,7 +57,7 @@ def test_variances_are_those_of_the_codec(name: str) -> None:
     for factor in (0.5, 1.5):
         meter.add((weights * factor).sqrt())
     found = meter.result(GROUPS).variances
-    codes = [(bits, rounding, size) for bits in WIDTHS for rounding in ("stochastic", "dither") for size in GROUPS]
+    codes = [Code(bits, rounding, size) for bits in WIDTHS for rounding in ("stochastic", "dither") for size in GROUPS]
     wrong = {}
     for code in codes:
         wanted = simulated(x, weights.double(), *code)
@@ -79,7 +80,7 @@ def test_bfloat16_codes(name: str) -> None:
     meter.add(weights.sqrt())
     wanted = simulated(x, weights.double(), 16, "stochastic", 256)
     # A sixth of the squared spacing is the mean over positions, and values near a power of two sit unevenly.
-    assert meter.result(GROUPS).variances[16, "stochastic", 256] == pytest.approx(wanted, rel=0.1)
+    assert meter.result(GROUPS).variances[Code(16)] == pytest.approx(wanted, rel=0.1)
 
 
 def test_equal_weights_and_a_value_from_elsewhere() -> None:
@@ -88,9 +89,7 @@ def test_equal_weights_and_a_value_from_elsewhere() -> None:
     meter.add(torch.rand(x.shape))
     equal.weigh_equally()
     measured, plain = meter.result(GROUPS), equal.result(GROUPS)
-    assert plain.variances[3, "stochastic", 256] == pytest.approx(
-        simulated(x, torch.ones(1), 3, "stochastic", 256), rel=0.1
-    )
+    assert plain.variances[Code(3)] == pytest.approx(simulated(x, torch.ones(1), 3, "stochastic", 256), rel=0.1)
     scaled = meter.result(GROUPS, value=2 * measured.value)
     assert scaled.value == 2 * measured.value
     for code, variance in measured.variances.items():
@@ -110,9 +109,7 @@ def test_values_that_were_read_from_coarse_codes(bits: int, name: str) -> None:
     # ReLU's zeros are stored without error, which one or two bits do not show.
     bound = 2.3 if bits <= 3 else 1.4
     for width in WIDTHS:
-        assert (
-            1 / bound < found.variances[width, "stochastic", 256] / wanted.variances[width, "stochastic", 256] < bound
-        )
+        assert 1 / bound < found.variances[Code(width)] / wanted.variances[Code(width)] < bound
     assert 1 / bound < found.value / wanted.value < bound
 
 
@@ -127,10 +124,12 @@ def test_variances_of_codes_that_tell_a_mask(name: str) -> None:
     meter = RoundingMeter(x, stopped=stopped)
     meter.add(weights.sqrt(), stopped)
     found = meter.result(GROUPS).merged
-    codes = [(bits, rounding, size) for bits in WIDTHS[1:] for rounding in ("stochastic", "dither") for size in GROUPS]
+    codes = [
+        Code(bits, rounding, size) for bits in WIDTHS[1:] for rounding in ("stochastic", "dither") for size in GROUPS
+    ]
     assert set(found) >= set(codes)
     passed = weights.double().masked_fill(mask, 0)
     for code in codes:
-        wanted = simulated(marked, passed, *code)
+        wanted = simulated(marked, passed, code.bits, code.rounding, code.group_size)
         # The codec rounds these steps up to four bits of mantissa, 3 % in the mean.
         assert found[code] == pytest.approx(wanted, rel=0.2), code

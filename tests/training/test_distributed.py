@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gact_fx
 from gact_fx.graphs.dynamo import in_backward
+from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.planning.graph_profile import GraphProfile, merged
-from gact_fx.records import GraphAnalysis, Sensitivity
+from gact_fx.records import Sensitivity
 from gact_fx.training.ranks import Ranks
 from gact_fx.training.session import Session
 

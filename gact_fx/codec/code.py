@@ -1,0 +1,73 @@
+"""A code: how a tensor's elements become numbers of a few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes
+
+# Widths of a code on a grid; 16 bits are bfloat16.
+WIDTHS = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class Code:
+    """The width of a code in bits, its rounding, how many elements share a minimum and a step, and the noise's seed.
+
+    Everything but the bits is without meaning for masks and integers, which are packed exactly. `compress` of
+    `gact_fx.ops` says more.
+    """
+
+    bits: int
+    rounding: str = "stochastic"
+    group_size: int = 256
+    seed: int = 0
+
+    def nbytes(self, numel: int, dtype: torch.dtype, mask_numel: int = 0) -> int:
+        """Bytes of the blob for ``numel`` elements, with a mask of ``mask_numel`` behind them."""
+        return int(blob_nbytes(numel, dtype, self.bits, self.group_size, mask_numel))
+
+    def to_compress(self, mask: Any = None) -> tuple[Any, ...]:
+        """The arguments of ``gact_fx::compress`` behind the tensor."""
+        return self.bits, self.group_size, self.seed, mask, self.rounding
+
+    def to_decompress(self) -> tuple[Any, ...]:
+        """The arguments of ``gact_fx::decompress`` behind the dtype."""
+        return self.bits, self.group_size, self.seed, self.rounding
+
+    @classmethod
+    def of_compress(cls, args: Sequence[Any]) -> Code:
+        """The code that a call of ``gact_fx::compress`` writes, from all its arguments."""
+        bits, group_size, seed = args[1:4]
+        return cls(bits, args[5] if len(args) > 5 else "stochastic", group_size, seed)
+
+    @classmethod
+    def of_decompress(cls, args: Sequence[Any]) -> Code:
+        """The code that a call of ``gact_fx::decompress`` reads, from all its arguments."""
+        given: list[Any] = [*args[3:], *[0, "stochastic"][len(args) - 5 :]]
+        bits, group_size, seed, rounding = given
+        return cls(bits, rounding, group_size, seed)
+
+
+# Of a mask; integers have more bits.
+MASK_CODE = Code(1)
+
+
+def step_variance(bits: int, *, merged: bool = False) -> float:
+    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
+
+    With ``merged``, one of the codes is for what a mask stops.
+    """
+    levels: int = 2**bits - 1 - merged
+    return 1.0 / levels**2
+
+
+def relative_variance(code: Code, *, merged: bool = False) -> float:
+    """The variance of codes relative to the squared range, where nothing is known of the values: dither has half."""
+    if code.bits == BFLOAT16_BITS:
+        return 2.0**-16
+    return step_variance(code.bits, merged=merged) * (0.5 if code.rounding == "dither" else 1.0)

@@ -1,0 +1,270 @@
+"""The encodings: how a saved tensor is stored, a class each.
+
+An encoding knows what it costs, how forward writes it and what backward then reads; `decide_eligibility` chooses one
+for every saved tensor. A new encoding is a class here and a choice there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from gact_fx.codec.code import MASK_CODE, Code
+from gact_fx.codec.layout import BFLOAT16_BITS, integers_nbytes
+from gact_fx.graphs.aot import SavedValue
+from gact_fx.passes.forward_editor import ForwardEditor
+from gact_fx.passes.merge_masks import mark_stopped
+from gact_fx.passes.reads import InsteadRead, MaskRead, MergedRead, Read, ValueRead
+from gact_fx.passes.standardize import resolve, standardize
+from gact_fx.plan import TensorPlan
+from gact_fx.records import SavedTensor, Standardization
+
+
+@dataclass(frozen=True)
+class Encoding(ABC):
+    """How the saved tensor ``name`` is stored, and the ``reason`` where that needs one.
+
+    ``label`` names the encoding in reports.
+    """
+
+    name: str
+    reason: str
+
+    label: ClassVar[str]
+
+    @abstractmethod
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
+        """Bytes of what is stored in the tensor's place; None where the tensor itself is held."""
+
+    def bits(self, entry: TensorPlan | None) -> int | None:
+        """Width of what is stored of an element, None where it is exact in its own dtype."""
+        return None
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        """Have forward save ``value`` so; returns what backward reads."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Keep(Encoding):
+    """The tensor as it is."""
+
+    label = "keep"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Drop(Encoding):
+    """Nothing: backward does not read it. An empty tensor takes the slot, since positions must not change."""
+
+    label = "drop"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return 0
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        if value.source.op != "placeholder":
+            forward.save(value, forward.empty_like(value.source))
+        return ()
+
+
+@dataclass(frozen=True)
+class Alias(Encoding):
+    """The blob of ``of`` serves: both lie in one storage, of which ``of`` is the whole."""
+
+    of: str
+    label = "alias"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Pack(Encoding):
+    """Integers of ``width`` bits, exact.
+
+    ``order`` lists the dimensions from the slowest to the fastest in memory. With a ``modulus`` the integers index
+    something of that size, where i and i - modulus are the same.
+    """
+
+    order: tuple[int, ...]
+    width: int
+    modulus: int | None = None
+    label = "pack"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return integers_nbytes(tensor.numel, self.width)
+
+    def bits(self, entry: TensorPlan | None) -> int:
+        return self.width
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        code, like = Code(self.width), value.source.meta["val"]
+        integers = forward.in_order(value.source, self.order)
+        if self.modulus is not None:
+            remainder = torch.ops.aten.remainder.Scalar
+            integers = forward.add(remainder, (integers, self.modulus), f"{value.name}_positive")
+        forward.save(value, forward.compress(integers, code, value.name))
+        return (ValueRead(value, value.placeholder, like, self.order, code),)
+
+
+@dataclass(frozen=True)
+class Mask(Encoding):
+    """One bit an element, exact: a boolean tensor itself, or where there are ``masks``, what backward compares of it.
+
+    ``masks`` names the backward nodes with these comparisons, of ``mask_numel`` elements in all.
+    """
+
+    order: tuple[int, ...]
+    masks: tuple[str, ...] = ()
+    mask_numel: int = 0
+    label = "mask"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return integers_nbytes(self.mask_numel or tensor.numel)
+
+    def bits(self, entry: TensorPlan | None) -> int:
+        return 1
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        mask = forward.packed_masks(self.name, self.masks, self.order)
+        like = value.source.meta["val"]
+        mask = mask if mask is not None else forward.as_bytes(value.source, self.order)
+        forward.save(value, forward.compress(mask, MASK_CODE, value.name))
+        if self.masks:
+            return (MaskRead(value, self.masks, self.order),)
+        return (ValueRead(value, value.placeholder, like, self.order, MASK_CODE),)
+
+
+@dataclass(frozen=True)
+class Quantize(Encoding):
+    """Codes of a width that the plan chooses.
+
+    ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
+    exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
+    codes themselves can tell, if the plan says so. ``instead`` names a backward node, as large as the tensor, that is
+    stored in its place. ``min_bits`` is the least width at which the error stays in proportion.
+    """
+
+    order: tuple[int, ...]
+    masks: tuple[str, ...] = ()
+    mask_numel: int = 0
+    merges: str = ""
+    instead: str = ""
+    standardization: Standardization | None = None
+    min_bits: int = 1
+    label = "quantize"
+
+    @property
+    def exact_allowed(self) -> bool:
+        """Whether the plan may keep it exact; not where its masks travel in its blob."""
+        return not self.masks
+
+    @property
+    def merges_losslessly(self) -> bool:
+        """Whether what the merged mask stops is 0."""
+        return self.standardization is None
+
+    def without_merged(self) -> Quantize:
+        """The same without the mask that is merged, by which nothing need be folded either."""
+        by = self.standardization
+        masks = tuple(mask for mask in self.masks if mask != self.merges)
+        return replace(self, masks=masks, standardization=None if by is None else replace(by, sign=""))
+
+    def admits(self, tensor: SavedTensor, entry: TensorPlan) -> bool:
+        """Whether a decision made for another graph can be kept to for ``tensor``."""
+        if entry.code is None:
+            return self.exact_allowed
+        if entry.merged and not self.merges:
+            return False
+        can_be_coded = entry.code.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
+        return entry.code.bits >= self.min_bits and can_be_coded
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
+        assert tensor.dtype is not None and entry is not None
+        if entry.code is None:
+            return tensor.nbytes if self.instead else None
+        masks = self.mask_numel - (tensor.numel if entry.merged else 0)
+        return entry.code.nbytes(tensor.numel, tensor.dtype, masks)
+
+    def bits(self, entry: TensorPlan | None) -> int | None:
+        return entry.code.bits if entry is not None and entry.code is not None else None
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        assert entry is not None
+        if entry.code is not None:
+            return self._write_codes(value, entry.code, entry.merged, forward)
+        if not self.instead:
+            return ()
+        # As it is: what backward would make it from may not be saved any more.
+        read = forward.backward[self.instead]
+        forward.save(value, forward.derive(read))
+        return (InsteadRead(read, value.placeholder),)
+
+    def _write_codes(self, value: SavedValue, code: Code, is_merged: bool, forward: ForwardEditor) -> tuple[Read, ...]:
+        how = self.without_merged() if is_merged else self
+        merged = forward.backward[self.merges] if is_merged else None
+        by = how.standardization
+        mask = forward.packed_masks(self.name, how.masks, self.order)
+        read = forward.backward[self.instead] if self.instead else value.placeholder
+        source = forward.derive(read)
+        like = source.meta["val"]
+        if by is not None:
+            operands = resolve(by, lambda name: forward.derive(forward.backward[name]))
+            source = standardize(source, operands, forward.add)
+        if merged is not None:
+            source = mark_stopped(source, forward.derive(merged), forward.add)
+        dense = forward.in_order(source, self.order)
+        if by is not None or merged is not None:
+            dense = forward.laid_out(dense, source)
+        blob = forward.compress(dense, code, value.name, mask)
+        aliases = tuple((alias, alias.source.meta["val"]) for alias in forward.aliases.get(self.name, ()))
+        for saved in (value, *(alias for alias, _ in aliases)):
+            forward.save(saved, blob)
+        # Standardised values are made from the masks, which come before them.
+        reads: list[Read] = [MaskRead(value, how.masks, self.order, None if by is None else read)]
+        if merged is not None:
+            reads.append(MergedRead(value, merged, like, self.order, code))
+        fill = None if merged is None else "zero" if self.merges_losslessly else "mean"
+        return (*reads, ValueRead(value, read, like, self.order, code, by, fill, aliases))
+
+
+@dataclass(frozen=True)
+class GraphAnalysis:
+    """What the analyses found in one pair of graphs: both tuples in the order of forward's outputs."""
+
+    saved: tuple[SavedTensor, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
+
+    def pairs(self) -> list[tuple[SavedTensor, Encoding]]:
+        """Every saved tensor with its encoding."""
+        return list(zip(self.saved, self.encodings, strict=True))
+
+    def quantized(self) -> list[tuple[SavedTensor, Quantize]]:
+        """The tensors whose width is to be chosen."""
+        return [(tensor, how) for tensor, how in self.pairs() if isinstance(how, Quantize)]
+
+
+def is_counted(tensor: SavedTensor) -> bool:
+    """Whether backward alone holds the tensor's memory, or may: parameters and the caller's inputs cost nothing."""
+    return tensor.owner in ("nobody", "output")
+
+
+def fixed_nbytes(analysis: GraphAnalysis) -> int:
+    """Bytes that a graph holds whatever the plan: what is kept, masks and packed integers."""
+    kept: dict[int, int] = {}
+    stored = 0
+    for tensor, how in analysis.pairs():
+        if isinstance(how, Quantize):
+            continue
+        nbytes = how.nbytes(tensor, None)
+        if nbytes is not None:
+            stored += nbytes
+        elif is_counted(tensor):
+            kept[tensor.storage] = tensor.storage_nbytes
+    return sum(kept.values()) + stored

@@ -1,0 +1,116 @@
+"""Find which saved tensors stay as they are whatever backward does with them, and why."""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx
+
+from gact_fx.codec.layout import SOURCE_DTYPES
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.sizes import SizeBuilder
+from gact_fx.records import SavedTensor
+
+aten = torch.ops.aten
+
+_OWNERS = {
+    "parameter": "a parameter or buffer, held anyway",
+    "caller": "an input that the caller holds",
+    "symbol": "not a tensor",
+}
+# Reductions whose results are per-row statistics (means, variances, maxima of softmax, logsumexp): few, and every
+# element of the row depends on them.
+_REDUCTIONS = frozenset(
+    {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
+     aten.prod, aten.norm, aten.linalg_vector_norm}
+)  # fmt: skip
+# Outputs of fused operators that are statistics: (operator, index) of the getitem.
+_STATISTICS = frozenset(
+    {(aten.native_layer_norm, 1), (aten.native_layer_norm, 2), (aten.native_group_norm, 1), (aten.native_group_norm, 2),
+     (aten.native_batch_norm, 1), (aten.native_batch_norm, 2), (aten._native_batch_norm_legit_functional, 1),
+     (aten._native_batch_norm_legit_functional, 2), (aten._native_batch_norm_legit_functional, 3),
+     (aten._native_batch_norm_legit_functional, 4), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
+     (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
+     (aten._scaled_dot_product_cudnn_attention, 1)}
+)  # fmt: skip
+# Results that backward divides by what they came from, or multiplies by an inverse: an error in them grows without
+# bound as that comes near zero, or becomes singular.
+_MAGNIFIED = frozenset(
+    {aten.copysign, aten.linalg_pinv, aten.linalg_inv_ex, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
+     aten.linalg_lu, aten.linalg_qr, aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten._linalg_det,
+     aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_lstsq}
+)  # fmt: skip
+_INVERTED = (aten.linalg_pinv, aten.linalg_lstsq)
+_SCATTERED = (aten.scatter_reduce, aten.index_reduce)
+
+
+def find_refusals(pair: GraphPair, saved: tuple[SavedTensor, ...], *, min_elements: int) -> dict[str, str]:
+    """Of every saved tensor, by name, the reason why it is kept exact; '' where there is none."""
+    sources = {value.name: value.source for value in pair.saved_values()}
+    sizes = SizeBuilder(pair.backward.graph)
+    return {t.name: _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
+
+
+def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
+    if tensor.owner in _OWNERS:
+        return _OWNERS[tensor.owner]
+    if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
+        return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
+    if tensor.numel < max(min_elements, 1):
+        return f"fewer than {max(min_elements, 1)} elements"
+    if tensor.nbytes > tensor.storage_nbytes:
+        return "an expanded view, smaller in memory than as values"
+    if tensor.dtype is not torch.bool and _is_statistic(node):
+        return "a statistic of rows or channels"
+    if tensor.dtype is not torch.bool and _is_magnified(node):
+        return "backward magnifies its errors, by the inverse of what it came from"
+    roots = _roots(node)
+    if all(root.name in pair.static_inputs for root in roots):
+        return "computed from parameters alone" if roots else "a constant"
+    if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
+        return "its size is not known in backward"
+    return ""
+
+
+def _is_statistic(node: fx.Node) -> bool:
+    """Whether ``node`` is a reduction, or pointwise work on reductions alone (``rsqrt(var + eps)``)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function":
+        return False
+    if packet is None:  # getitem
+        parent, index = node.args[0], node.args[1]
+        parent_packet = getattr(parent.target, "overloadpacket", None) if isinstance(parent, fx.Node) else None
+        return parent_packet in _REDUCTIONS or (parent_packet, index) in _STATISTICS
+    if packet in _REDUCTIONS:
+        return True
+    is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in (
+        aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.permute, aten.clone, aten.detach, aten.alias,
+    )  # fmt: skip
+    inputs = node.all_input_nodes
+    return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
+
+
+def _is_magnified(node: fx.Node) -> bool:
+    # These meet their own inverse in backward.
+    if any(getattr(user.target, "overloadpacket", None) in _INVERTED for user in node.users):
+        return True
+    while getattr(node.target, "overloadpacket", None) in (aten.detach, aten.alias) or node.target is getitem:
+        node = node.all_input_nodes[0]
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in _MAGNIFIED or (packet in _SCATTERED and "prod" in node.args)
+
+
+def _roots(node: fx.Node) -> set[fx.Node]:
+    """The placeholders and random operators that ``node`` is computed from."""
+    stack, seen, roots = [node], set(), set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        tags = getattr(current.target, "tags", ())
+        if current.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
+            roots.add(current)
+        stack.extend(current.all_input_nodes)
+    return roots

@@ -1,0 +1,66 @@
+"""What backward is to read from blobs: what `insert_compression` hands to `read_masks` and `read_values`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gact_fx.codec.code import Code
+from gact_fx.graphs.aot import SavedValue
+from gact_fx.records import Standardization
+
+
+@dataclass(frozen=True)
+class MaskRead:
+    """The backward nodes ``masks``, whose values lie in the blob of ``value``, in the ``order`` of its dimensions.
+
+    ``before``: a node whose readers need them, too.
+    """
+
+    value: SavedValue
+    masks: tuple[str, ...]
+    order: tuple[int, ...]
+    before: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class MergedRead:
+    """The backward node ``mask``, which the codes of ``value`` tell; these are of a tensor ``like`` this one."""
+
+    value: SavedValue
+    mask: fx.Node
+    like: torch.Tensor
+    order: tuple[int, ...]
+    code: Code
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """The values of ``read``: the tensor's placeholder, or the backward node that is stored in its place.
+
+    They are those of a tensor ``like`` this one, in codes of the ``order`` of its dimensions. ``fill`` says what merged
+    codes are decoded to where the mask stops them, "zero" or the "mean" of their channel. ``aliases`` are other saved
+    values that the blob serves, as they were saved.
+    """
+
+    value: SavedValue
+    read: fx.Node
+    like: torch.Tensor
+    order: tuple[int, ...]
+    code: Code
+    standardization: Standardization | None = None
+    fill: str | None = None
+    aliases: tuple[tuple[SavedValue, torch.Tensor], ...] = ()
+
+
+@dataclass(frozen=True)
+class InsteadRead:
+    """What is stored, as it is, in the place of the backward node ``read``."""
+
+    read: fx.Node
+    placeholder: fx.Node
+
+
+Read = MaskRead | MergedRead | ValueRead | InsteadRead
