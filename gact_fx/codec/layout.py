@@ -1,4 +1,4 @@
-"""The blob's layout in bytes, and the checks on the operators' arguments: shared by fakes and the reference.
+"""The blob's layout in bytes, the variance of its codes, and the checks on the operators' arguments.
 
 The blob of a float tensor is ``[codes][minimum][step][mask]``:
 
@@ -24,6 +24,7 @@ __all__ = [
     "MASK_DTYPES",
     "ROUNDINGS",
     "SOURCE_DTYPES",
+    "WIDTHS",
     "blob_nbytes",
     "check_compress",
     "check_decompress",
@@ -31,6 +32,7 @@ __all__ = [
     "group_count",
     "integers_nbytes",
     "metadata_nbytes",
+    "step_variance",
 ]
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,6 +40,8 @@ INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
 # A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.
 MASK_DTYPES = (torch.bool, torch.uint8)
 ROUNDINGS = ("stochastic", "dither", "nearest")
+# Of codes that have a minimum and a step.
+WIDTHS = tuple(range(1, 9))
 INTEGER_BLOCK = 256
 BFLOAT16_BITS = 16
 _STEP_BYTES = 2
@@ -73,6 +77,15 @@ def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask
         return integers_nbytes(numel, 1 if dtype == torch.bool else bits)
     per_group = group_size * bits // 8 + metadata_nbytes(dtype, bits)
     return group_count(numel, group_size) * per_group + integers_nbytes(mask_numel)
+
+
+def step_variance(bits: int, *, merged: bool = False) -> float:
+    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
+
+    With ``merged``, one of the codes is for what a mask stops.
+    """
+    levels: int = 2**bits - 1 - merged
+    return 1.0 / levels**2
 
 
 def check_rounding(op: str, rounding: str, bits: int) -> None:

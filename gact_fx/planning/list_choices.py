@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes
+from gact_fx.codec.layout import BFLOAT16_BITS, WIDTHS, blob_nbytes, step_variance
 from gact_fx.passes.merge_masks import is_lossless
 from gact_fx.planning.allocate_bits import Choice, Menu
-from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
 from gact_fx.records import Code, Eligibility, SavedTensor, Sensitivity
 
 # Least sensitivity per element, relative to the median. What moves little when it is measured, most of all at

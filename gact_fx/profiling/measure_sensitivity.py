@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from gact_fx.codec import operators
+from gact_fx.codec.layout import step_variance
 from gact_fx.graphs.replay import Replay
 from gact_fx.plan import slot_seed
-from gact_fx.profiling.rounding_meter import REFERENCE, step_variance
+from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
 
 PROBE_BITS, _, PROBE_GROUP = REFERENCE

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from gact_fx.codec.layout import BFLOAT16_BITS
+from gact_fx.codec.layout import BFLOAT16_BITS, WIDTHS, step_variance
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.records import Code, Sensitivity
 
-WIDTHS = tuple(range(1, 9))
 # The width and group size that c_l is quoted at.
 REFERENCE: Code = (4, "stochastic", 256)
 # Positions between codes are resolved by values that were stored in this many bits more, or exactly.
@@ -30,15 +29,6 @@ FINEST = 6
 _CELL = 32
 _BLOCK = 1024
 _MAX_BLOCKS = 32
-
-
-def step_variance(bits: int, *, merged: bool = False) -> float:
-    """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
-
-    With ``merged``, one of the codes is for what a mask stops.
-    """
-    levels: int = 2**bits - 1 - merged
-    return 1.0 / levels**2
 
 
 def code_bits(reading: fx.Node) -> int | None:

@@ -37,6 +37,8 @@ PROFILE_BITS = 8
 MAX_STEPS_WAITED = 8
 # Steps in training that may fail to be profiled before the first plan is given up.
 MAX_FAILURES = 3
+# A compiled model's attribute that holds its session.
+ATTRIBUTE = "_gact_fx_session"
 
 
 @dataclass(frozen=True)

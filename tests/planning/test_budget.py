@@ -11,13 +11,12 @@ import torch
 from conftest import Mixed, mixed_batch
 
 import gact_fx
-from gact_fx.codec.layout import blob_nbytes
+from gact_fx.codec.layout import WIDTHS, blob_nbytes, step_variance
 from gact_fx.config import Config
 from gact_fx.plan import Plan
 from gact_fx.planning.accounting import coded_nbytes
 from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
 from gact_fx.planning.list_choices import Item, list_choices
-from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
 from gact_fx.records import KEEP, MASK, PACK, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor, Sensitivity
 
 GROUP, NUMEL = 256, 8192

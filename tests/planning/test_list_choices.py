@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from gact_fx.codec.layout import blob_nbytes
+from gact_fx.codec.layout import WIDTHS, blob_nbytes, step_variance
 from gact_fx.planning.allocate_bits import Choice, Menu
 from gact_fx.planning.list_choices import FLOOR, Item, list_choices
-from gact_fx.profiling.rounding_meter import WIDTHS, step_variance
 from gact_fx.records import QUANTIZE, Eligibility, SavedTensor, Sensitivity
 
 GROUP = 256
