@@ -305,6 +305,21 @@ def test_private_api_stays_in_graphs() -> None:
     assert not found
 
 
+def test_graphs_names_the_private_api_that_it_uses() -> None:
+    """In the docstring of the module that uses it, by one of the last two parts of its name."""
+    for module, (path, tree) in sources().items():
+        text = ast.get_docstring(tree) or ""
+        for line, what in private_uses(tree) if room_of(module) == "graphs" else ():
+            name = what.split("'")[1] if "'" in what else what
+            parts = [part for part in name.split(".") if part][-2:]
+            assert any(part in text for part in parts), f"{path.relative_to(ROOT)}:{line} uses {what}"
+
+
+def test_one_module_imports_inductor() -> None:
+    users = {m for m, (_, tree) in sources().items() for _, what in private_uses(tree) if "torch._inductor" in what}
+    assert users == {"gact_fx.graphs.compilers"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

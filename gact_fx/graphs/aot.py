@@ -2,8 +2,18 @@
 
 Forward outputs are ``[user outputs…] + saved tensors (version-checked, then not) + opaque + symints``; backward inputs
 are ``symints + saved tensors + opaque + tangents``. The partitioner gives a saved value the same name in both graphs.
-Everyone else sees :class:`GraphPair` and :class:`SavedValue`. Tried with torch 2.11 and 2.13 (descriptors in
-``node.meta["desc"]`` are AOTAutograd's own, and the one private thing used here).
+Everyone else sees :class:`GraphPair` and :class:`SavedValue`.
+
+Private, tried with torch 2.11 and 2.13:
+
+- that convention itself, the placeholders called "tangents", and the descriptors in ``meta["desc"]`` with their
+  ``output``, ``grad_of``, ``mutated_input`` and ``idx`` (public would be a signature beside the graphs, as
+  ``torch.export`` gives one);
+- ``functorch.compile.min_cut_rematerialization_partition`` (public would be the partitioner in ``torch.compiler``), and
+  ``torch._functorch.config`` with its option ``aggressive_recomputation`` (an argument of the partitioner);
+- ``meta["recompute"]`` with ``meta["ac_graph_id"]``, which the partitioner reads as marks of checkpointing, and
+  ``meta["saved_tensor_with_no_vc_check"]``;
+- ``OpOverload.is_view``, and ``fake_mode`` of the fake tensors in ``meta["val"]``.
 """
 
 from __future__ import annotations
@@ -18,6 +28,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.edit import add_call, dependents
+from gact_fx.graphs.tensors import storage_key
 
 aten = torch.ops.aten
 # Marks those nodes of the joint graph that do not depend on tangents, given the placeholders of parameters and buffers
@@ -197,9 +208,9 @@ def _move_views(copy: fx.Node) -> None:
 def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
     """Spare forward the copies of which backward asked for neither themselves nor views."""
     outputs = [node.meta.get("val") for node in forward.graph.output_node().all_input_nodes]
-    storages = {value.untyped_storage()._cdata for value in outputs if isinstance(value, torch.Tensor)}
+    storages = {storage_key(value) for value in outputs if isinstance(value, torch.Tensor)}
     for node in forward.graph.find_nodes(op="call_function", target=aten.clone.default):
-        if node.name in copies and node.meta["val"].untyped_storage()._cdata not in storages:
+        if node.name in copies and storage_key(node.meta["val"]) not in storages:
             node.replace_all_uses_with(node.args[0])
             forward.graph.erase_node(node)
     forward.recompile()

@@ -1,9 +1,26 @@
-"""The compilers that a rewritten pair of graphs goes to. The only module with Inductor's private API.
+"""The compilers that a rewritten pair of graphs goes to. The only module that imports Inductor.
 
-Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
-``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
-``GraphLowering.find_nodes_prefer_channels_last``, ``cpu_vec_isa.valid_vec_isa_list``. Tried with 2.13:
-``TracingContext.fw_metadata.bw_donated_idxs``. With 2.11: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``.
+Private, tried with torch 2.11 and 2.13:
+
+- ``torch._inductor.compile_fx`` with ``inner_compile``, ``compile_fx_inner``, and the option ``custom_partitioner_fn``
+  with its class ``CustomPartitionerFn`` (public would be options of ``torch.compile`` for the partitioner and for what
+  sees each graph before Inductor does);
+- ``torch._dynamo.backends.common.aot_autograd``, the same for ``inner="eager"``, with its argument
+  ``keep_inference_input_mutations``, and the mark ``_boxed_call`` on functions that empty the list of their arguments
+  (public would be AOTAutograd in ``torch.compiler``);
+- ``torch._functorch.config`` with ``enable_autograd_cache`` (public would be a partitioner that names its cache key);
+- ``torch._inductor.decomposition.select_decomp_table`` and ``torch._decomp.get_decompositions`` (public, for graphs of
+  ``torch.export``: ``default_decompositions``);
+- ``torch._inductor.list_options`` and ``list_mode_options`` (documented in PyTorch's API reference, in a private module);
+- ``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing public is planned);
+- the output meta ``user_visible_output_idxs``, and the layout rule of ``GraphLowering.find_nodes_prefer_channels_last``,
+  which is written down again here (public would be the strides that a saved tensor will have);
+- ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (public would be a way for
+  a backend to have saved tensors left as they are).
+
+Private, for torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges`` of
+``torch._inductor.codegen.cpp``, replaced while Inductor compiles (later ones have ``_align_compatible_range_nodes``, and
+need no replacement).
 """
 
 from __future__ import annotations
@@ -21,7 +38,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.graphs.tensors import is_plain
+from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
 Compiled = Callable[..., Any]
@@ -74,10 +91,10 @@ def without_views(run: Compiled, count: int) -> Compiled:
 
     def call(arguments: list[Any]) -> Any:
         outputs = list(run(arguments))
-        held = Counter(x.untyped_storage()._cdata for x in outputs if is_plain(x))
+        held = Counter(storage_key(x) for x in outputs if is_plain(x))
         for position, x in enumerate(outputs[:count]):
-            if is_plain(x) and x._is_view():
-                is_shared = held[x.untyped_storage()._cdata] > 1 or x.is_conj() or x.is_neg()
+            if is_plain(x) and is_view(x):
+                is_shared = held[storage_key(x)] > 1 or x.is_conj() or x.is_neg()
                 # As old as what autograd makes of it, by which results are told when they come back.
                 outputs[position] = x.clone() if is_shared else x.data
         return outputs
