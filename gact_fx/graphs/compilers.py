@@ -1,26 +1,20 @@
 """The compilers that a rewritten pair of graphs goes to. The only module that imports Inductor.
 
-Private, tried with torch 2.11 and 2.13:
+Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
-- ``torch._inductor.compile_fx`` with ``inner_compile``, ``compile_fx_inner``, and the option ``custom_partitioner_fn``
-  with its class ``CustomPartitionerFn`` (public would be options of ``torch.compile`` for the partitioner and for what
-  sees each graph before Inductor does);
-- ``torch._dynamo.backends.common.aot_autograd``, the same for ``inner="eager"``, with its argument
-  ``keep_inference_input_mutations``, and the mark ``_boxed_call`` on functions that empty the list of their arguments
-  (public would be AOTAutograd in ``torch.compiler``);
-- ``torch._functorch.config`` with ``enable_autograd_cache`` (public would be a partitioner that names its cache key);
-- ``torch._inductor.decomposition.select_decomp_table`` and ``torch._decomp.get_decompositions`` (public, for graphs of
-  ``torch.export``: ``default_decompositions``);
-- ``torch._inductor.list_options`` and ``list_mode_options`` (documented in PyTorch's API reference, in a private module);
-- ``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing public is planned);
+- ``torch._inductor.compile_fx`` with ``inner_compile``, ``compile_fx_inner``, ``CustomPartitionerFn``, and for
+  ``inner="eager"`` ``torch._dynamo.backends.common.aot_autograd`` and ``_boxed_call`` (a partitioner and graph passes as
+  options of ``torch.compile``); ``torch._functorch.config.enable_autograd_cache`` (a partitioner with a cache key);
+- ``select_decomp_table`` and ``get_decompositions`` (for ``torch.export`` there is ``default_decompositions``);
+- ``list_options`` and ``list_mode_options`` (the documentation of ``torch.compile`` refers to them);
+- ``cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing);
 - the output meta ``user_visible_output_idxs``, and the layout rule of ``GraphLowering.find_nodes_prefer_channels_last``,
-  which is written down again here (public would be the strides that a saved tensor will have);
-- ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (public would be a way for
-  a backend to have saved tensors left as they are).
+  written down again here (the strides that a saved tensor will have);
+- ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (an option that leaves
+  saved tensors as they are).
 
-Private, for torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges`` of
-``torch._inductor.codegen.cpp``, replaced while Inductor compiles (later ones have ``_align_compatible_range_nodes``, and
-need no replacement).
+Private, with torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``, which is replaced while
+Inductor compiles, where there is no ``_align_compatible_range_nodes``.
 """
 
 from __future__ import annotations
