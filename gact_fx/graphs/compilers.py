@@ -3,13 +3,13 @@
 Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
 - ``torch._inductor.compile_fx`` with ``inner_compile``, ``compile_fx_inner``, ``CustomPartitionerFn``, and for
-  ``inner="eager"`` ``torch._dynamo.backends.common.aot_autograd`` and ``_boxed_call`` (a partitioner and graph passes as
-  options of ``torch.compile``); ``torch._functorch.config.enable_autograd_cache`` (a partitioner with a cache key);
+  ``inner="eager"`` ``torch._dynamo.backends.common.aot_autograd`` and ``_boxed_call`` (a partitioner and graph passes
+  as options of ``torch.compile``); ``torch._functorch.config.enable_autograd_cache`` (a partitioner with a cache key);
 - ``select_decomp_table`` and ``get_decompositions`` (for ``torch.export`` there is ``default_decompositions``);
 - ``list_options`` and ``list_mode_options`` (the documentation of ``torch.compile`` refers to them);
 - ``cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing);
-- the output meta ``user_visible_output_idxs``, and the layout rule of ``GraphLowering.find_nodes_prefer_channels_last``,
-  written down again here (the strides that a saved tensor will have);
+- the output meta ``user_visible_output_idxs``, and ``GraphLowering.find_nodes_prefer_channels_last``, whose layout rule
+  is written down again here (the strides that a saved tensor will have);
 - ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (an option that leaves
   saved tensors as they are).
 
