@@ -5,8 +5,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
-from gact_fx.codec.layout import step_variance
-from gact_fx.profiling.measure_sensitivity import PROBE_BITS
+from gact_fx.profiling.measure_sensitivity import PROBE_BITS, step_variance
 
 
 def sensitivities(model: nn.Module, loss_fn: object, batch: object, **options: object) -> dict[str, float]:
