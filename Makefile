@@ -17,6 +17,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/*/*/*.h tests/*/*/*.cpp
 	rm -rf build/types && $(BIN)/python setup.py -q build_py --build-lib build/types
+	cd build/types && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-cache --no-logo
 	MYPYPATH=build/types $(BIN)/mypy -p gact_fx
 	MYPYPATH=build/types:examples $(BIN)/mypy benchmarks/*.py
 	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py

@@ -18,10 +18,9 @@ from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import Backend, Training, profiling_backend, uncompressed
 from gact_fx.training.ranks import Ranks, unwrapped, without_sync
 from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
-from gact_fx.training.session import Session, log
+from gact_fx.training.session import ATTRIBUTE, Session, log
 
 Model = TypeVar("Model", bound=Callable[..., Any])
-_ATTRIBUTE = "_gact_fx_session"
 
 
 def compile(
@@ -81,18 +80,24 @@ def compile(
     elif sample_batches is None:
         ranks.use(target.compile(profiling_backend(session)))
     else:
-        recorder = Recorder(lambda steps, gradients: None, copies=lambda: session.is_sharded)
-        target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
-        try:
-            loss_fn = loss_fn or default_loss
-            reached = modules_of(model) + modules_of(loss_fn)
-            with unchanged(reached), without_sync(reached):
-                profile_batches(target.model, session, recorder, sample_batches, loss_fn, target.uncompiled())
-        except BaseException as error:
-            target.restore()
-            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
-            raise
+        _profile(model, target, session, sample_batches, loss_fn or default_loss)
     return cast(Model, target.model)
+
+
+def _profile(
+    model: Callable[..., Any], target: _Target, session: Session, batches: Iterable[Any], loss_fn: LossFunction
+) -> None:
+    """Measure and plan on ``batches``, which leaves the model as it was."""
+    recorder = Recorder(lambda steps, gradients: None, copies=lambda: session.is_sharded)
+    target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
+    try:
+        reached = modules_of(model) + modules_of(loss_fn)
+        with unchanged(reached), without_sync(reached):
+            profile_batches(target.model, session, recorder, batches, loss_fn, target.uncompiled())
+    except BaseException as error:
+        target.restore()
+        log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
+        raise
 
 
 def inspect(model: Callable[..., Any]) -> Report:
@@ -101,7 +106,7 @@ def inspect(model: Callable[..., Any]) -> Report:
     Raises:
         ValueError: the model was not compiled by ``gact_fx.compile``.
     """
-    session = getattr(model, _ATTRIBUTE, None)
+    session = getattr(model, ATTRIBUTE, None)
     if not isinstance(session, Session):
         raise ValueError(
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
@@ -128,14 +133,14 @@ class _Target:
         if isinstance(model, nn.Module):
             self.model = model
             self._before = compiled_call(self._original)
-            self._session_before = getattr(model, _ATTRIBUTE, None)
+            self._session_before = getattr(model, ATTRIBUTE, None)
         else:
             self.model = _CompiledFunction(model)
         config = session.config
         session.eager_regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, self._owned)
         self._regions = session.eager_regions if config.budget_bits is not None else None
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
-        object.__setattr__(self.model, _ATTRIBUTE, session)
+        object.__setattr__(self.model, ATTRIBUTE, session)
 
     def compile(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
         """The model compiled with ``backend``, to be used now or later."""
@@ -179,9 +184,9 @@ class _Target:
         if isinstance(self._original, nn.Module):
             set_compiled_call(self._original, self._before)
             if self._session_before is None:
-                object.__delattr__(self.model, _ATTRIBUTE)
+                object.__delattr__(self.model, ATTRIBUTE)
             else:
-                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
+                object.__setattr__(self.model, ATTRIBUTE, self._session_before)
 
 
 class _CompiledFunction:

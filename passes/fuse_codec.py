@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from gact_fx.codec import reference
 from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import decompositions
+from gact_fx.graphs.tracing import trace
 from gact_fx.passes.pipeline import Context
 
 _SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
@@ -58,7 +58,7 @@ def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callabl
     values = [n.meta["val"] for n in inputs]
     tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))
     with tensor.fake_mode:
-        traced = make_fx(spelled_out, decomposition_table=dict(decompositions))(*values)
+        traced = trace(spelled_out, values, decompositions)
     twins: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(node):
         for step in traced.graph.nodes:
@@ -66,6 +66,6 @@ def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callabl
                 node.replace_all_uses_with(twins[step.args[0]])
             elif step.op != "placeholder":
                 twins[step] = graph.node_copy(step, lambda n: twins[n])
-                # Constants that make_fx lifts would be attributes of the traced module.
+                # Constants that tracing lifts would be attributes of the traced module.
                 assert step.op == "call_function", f"{step.format_node()} in a spelled-out {node.name}"
     graph.erase_node(node)

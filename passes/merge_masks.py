@@ -6,7 +6,7 @@ that pass. A mask beside codes of as many bits costs one bit more, and the eleme
 Of a ReLU's result nothing is lost: what is stopped is 0. Of what a batch norm reads in front of the ReLU, the stopped
 elements come back as their mean in the channel, which follows from the others, since all standardised values of a
 channel sum to zero. Backward multiplies them with nothing but the mean of ``dy xhat``. That error is not random, and
-`measure_rounding` measures what it moves the gradient by, for `allocate_bits` to weigh.
+`RoundingMeter` measures what it moves the gradient by, for `allocate_bits` to weigh.
 """
 
 from __future__ import annotations

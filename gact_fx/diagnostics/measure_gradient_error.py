@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gact_fx.api import _ATTRIBUTE
 from gact_fx.diagnostics.gradient_error import GradientError
 from gact_fx.diagnostics.gradient_moments import GradientMoments, total
 from gact_fx.graphs.aot import GraphPair, JointGraph
@@ -26,7 +25,7 @@ from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import Backend
 from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.sample_batches import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
-from gact_fx.training.session import Session
+from gact_fx.training.session import ATTRIBUTE, Session
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
@@ -203,7 +202,7 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
 
 
 def _session(model: object) -> Session:
-    session, kind = getattr(model, _ATTRIBUTE, None), type(model).__name__
+    session, kind = getattr(model, ATTRIBUTE, None), type(model).__name__
     if not isinstance(session, Session):
         raise ValueError(
             f"{_WHO}: model must be a module compiled by gact_fx.compile, got {kind}, which was not; "

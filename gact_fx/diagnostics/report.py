@@ -13,7 +13,7 @@ from torch import fx
 from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Slot
 from gact_fx.codec.operators import has_compiled_kernels
-from gact_fx.diagnostics.report_table import table_lines
+from gact_fx.diagnostics.report_table import Row, table_lines
 from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan, TensorPlan
@@ -24,42 +24,6 @@ if TYPE_CHECKING:
 
 _SHARED = "stored once, with others that hold the same activation"
 _MOVED = "moved to host memory"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
-
-    Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
-    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they
-    lie: where ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits`` is the width of
-    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code. ``copies`` counts what a step
-    stores of it: ``runs`` of them, but for what others store.
-    """
-
-    graph: int | None
-    runs: int
-    name: str
-    module: str
-    op: str
-    shape: tuple[int, ...]
-    dtype: str
-    encoding: str
-    bits: int | None
-    rounding: str | None
-    group_size: int | None
-    sensitivity: float | None
-    bytes_before: int
-    bytes_after: int
-    copies: int
-    reason: str
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
 
 
 @dataclass(frozen=True)
@@ -111,7 +75,7 @@ class Report:
         return json.dumps({"note": self.note, **totals, "average_bits": self.average_bits, "rows": rows}, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join(table_lines(self))
+        return "\n".join(table_lines(self.rows, self.note, self.average_bits))
 
     @classmethod
     def from_session(cls, session: Session) -> Report:

@@ -2,8 +2,18 @@
 
 Forward outputs are ``[user outputs…] + saved tensors (version-checked, then not) + opaque + symints``; backward inputs
 are ``symints + saved tensors + opaque + tangents``. The partitioner gives a saved value the same name in both graphs.
-Everyone else sees :class:`GraphPair` and :class:`SavedValue`. Tried with torch 2.11 and 2.13 (descriptors in
-``node.meta["desc"]`` are AOTAutograd's own, and the one private thing used here).
+Everyone else sees :class:`GraphPair` and :class:`SavedValue`.
+
+Private, tried with torch 2.11 and 2.13:
+
+- that convention itself, the placeholders called "tangents", and the descriptors in ``meta["desc"]`` with their
+  ``output``, ``grad_of``, ``mutated_input`` and ``idx`` (public would be a signature beside the graphs, as
+  ``torch.export`` gives one);
+- ``functorch.compile.min_cut_rematerialization_partition`` (public would be the partitioner in ``torch.compiler``), and
+  ``torch._functorch.config`` with its option ``aggressive_recomputation`` (an argument of the partitioner);
+- ``meta["recompute"]`` with ``meta["ac_graph_id"]``, which the partitioner reads as marks of checkpointing, and
+  ``meta["saved_tensor_with_no_vc_check"]``;
+- ``OpOverload.is_view``, and ``fake_mode`` of the fake tensors in ``meta["val"]``.
 """
 
 from __future__ import annotations

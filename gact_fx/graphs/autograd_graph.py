@@ -1,7 +1,8 @@
 """What autograd's nodes hold.
 
-Private, tried with torch 2.11 and 2.13: ``Node._input_metadata`` (shape and dtype of the gradients that a node takes),
-and the attributes ``_saved_*`` and ``_raw_saved_*`` (public, but undocumented).
+Private, tried with torch 2.11 and 2.13: ``Node._input_metadata`` (shape and dtype of the gradients that a node takes;
+public would be ``Node.metadata`` with them in it), and the attributes ``_saved_*`` and ``_raw_saved_*`` (a note of
+PyTorch's documentation shows them; public would be a method of ``Node`` that lists what it saves).
 """
 
 from __future__ import annotations

@@ -1,9 +1,20 @@
-"""The compilers that a rewritten pair of graphs goes to. The only module with Inductor's private API.
+"""The compilers that a rewritten pair of graphs goes to. The only module that imports Inductor.
 
-Tried with torch 2.11 and 2.13: ``compile_fx`` with ``inner_compile`` and ``custom_partitioner_fn``,
-``select_decomp_table``, the output meta ``user_visible_output_idxs``, and the layout rule of
-``GraphLowering.find_nodes_prefer_channels_last``, ``cpu_vec_isa.valid_vec_isa_list``. Tried with 2.13:
-``TracingContext.fw_metadata.bw_donated_idxs``. With 2.11: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``.
+Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
+
+- ``torch._inductor.compile_fx`` with ``inner_compile``, ``compile_fx_inner``, ``CustomPartitionerFn``, and for
+  ``inner="eager"`` ``torch._dynamo.backends.common.aot_autograd`` and ``_boxed_call`` (a partitioner and graph passes
+  as options of ``torch.compile``); ``torch._functorch.config.enable_autograd_cache`` (a partitioner with a cache key);
+- ``select_decomp_table`` and ``get_decompositions`` (for ``torch.export`` there is ``default_decompositions``);
+- ``list_options`` and ``list_mode_options`` (the documentation of ``torch.compile`` refers to them);
+- ``cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing);
+- the output meta ``user_visible_output_idxs``, and ``GraphLowering.find_nodes_prefer_channels_last``, whose layout rule
+  is written down again here (the strides that a saved tensor will have);
+- ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (an option that leaves
+  saved tensors as they are).
+
+Private, with torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``, which is replaced while
+Inductor compiles, where there is no ``_align_compatible_range_nodes``.
 """
 
 from __future__ import annotations
@@ -21,7 +32,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.graphs.tensors import is_plain
+from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
 Compiled = Callable[..., Any]
@@ -74,10 +85,10 @@ def without_views(run: Compiled, count: int) -> Compiled:
 
     def call(arguments: list[Any]) -> Any:
         outputs = list(run(arguments))
-        held = Counter(x.untyped_storage()._cdata for x in outputs if is_plain(x))
+        held = Counter(storage_key(x) for x in outputs if is_plain(x))
         for position, x in enumerate(outputs[:count]):
-            if is_plain(x) and x._is_view():
-                is_shared = held[x.untyped_storage()._cdata] > 1 or x.is_conj() or x.is_neg()
+            if is_plain(x) and is_view(x):
+                is_shared = held[storage_key(x)] > 1 or x.is_conj() or x.is_neg()
                 # As old as what autograd makes of it, by which results are told when they come back.
                 outputs[position] = x.clone() if is_shared else x.data
         return outputs

@@ -2,6 +2,9 @@
 
 AOTAutograd's backward pass has no derivative (torch 2.11 to 2.13), and says so without a way out. Gradients that come
 with ``create_graph=True`` therefore pass through a function whose own derivative is the error: autograd meets it first.
+
+Private, tried with torch 2.11 and 2.13: the name of AOTAutograd's node, "CompiledFunctionBackward" (public would be its
+class).
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from gact_fx.graphs.trees import tree_leaves
 
 # Behind an output that is a view, or an input written to, there are nodes of autograd's own.
 _DEPTH = 3

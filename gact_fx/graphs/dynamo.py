@@ -1,9 +1,18 @@
 """torch.compile with a backend that changes as training goes on, kept clear of Dynamo's limit of recompilations.
 
-Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log. Tried with torch
-2.11 and 2.13: ``torch._dynamo.config.patch`` is private, and needed only where ``isolate_recompiles`` is not known; so
-are ``torch._dynamo.eval_frame._stance`` and ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint``
-itself tells one backward pass from another.
+Past that limit Dynamo runs a frame uncompiled, hence uncompressed, and says so only in its own log.
+
+Private, tried with torch 2.11 and 2.13:
+
+- ``torch._dynamo.config.patch`` with ``recompile_limit`` and ``accumulated_recompile_limit``: for single compilations
+  only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
+- ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
+- ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
+- ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another
+  (public would be a function of ``torch.autograd.graph``);
+- ``nn.Module._compiled_call_impl`` and ``_call_impl`` (public: ``nn.Module.compile``, which can neither be undone nor
+  take what it shall call);
+- ``DistributedDataParallel._get_active_ddp_module`` (public would be the same without the underscore).
 """
 
 from __future__ import annotations

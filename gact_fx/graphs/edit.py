@@ -1,4 +1,8 @@
-"""What several passes do to FX graphs: add a call together with its fake value, copy, follow dependences."""
+"""What several passes do to FX graphs: add a call together with its fake value, copy, follow dependences.
+
+Undocumented, tried with torch 2.11 and 2.13: ``fake_mode`` of the fake tensors that AOTAutograd leaves in
+``meta["val"]``, which passes use as well (public would be a function that propagates fake values to one new node).
+"""
 
 from __future__ import annotations
 

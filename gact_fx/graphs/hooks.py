@@ -1,6 +1,8 @@
-"""Which saved-tensor hooks are active, and how ours are paused. Private, tried with torch 2.11 and 2.13:
-``torch._C._autograd._top_saved_tensors_default_hooks``, and ``_saved_tensors_hooks_get_disabled_error_message``, which
-PyTorch's own ``disable_saved_tensors_hooks`` asks.
+"""Which saved-tensor hooks are active, and how ours are paused.
+
+Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, and
+``_saved_tensors_hooks_get_disabled_error_message``, which PyTorch's own ``disable_saved_tensors_hooks`` asks (public
+would be functions of ``torch.autograd.graph`` that say which hooks are active, and whether they may be set).
 """
 
 from __future__ import annotations

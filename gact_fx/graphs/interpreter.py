@@ -1,4 +1,9 @@
-"""Runs a graph operator by operator in eager PyTorch, with the meaning that Inductor gives its own operators."""
+"""Runs a graph operator by operator in eager PyTorch, with the meaning that Inductor gives its own operators.
+
+Private, tried with torch 2.11 and 2.13: ``torch._decomp.get_decompositions`` (public would be a table for training,
+as ``torch.export.default_decompositions`` is one for inference), and by name alone, without an import, Inductor's
+operators ``prims.inductor_random`` and ``inductor_randint`` (public would be these in eager PyTorch).
+"""
 
 from __future__ import annotations
 

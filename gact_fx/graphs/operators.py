@@ -1,7 +1,8 @@
 """What PyTorch's registry knows of operators.
 
 Private, tried with torch 2.11 and 2.13: the classes in ``torch._ops`` (public would be a way to ask a node's target
-what it is), ``OpOverload._opname`` and ``_schema``, ``torch._C._dispatch_has_kernel_for_dispatch_key`` and
+what it is), ``OpOverload._opname`` and ``_schema`` (public would be the same without the underscore),
+``torch._C._dispatch_has_kernel_for_dispatch_key`` (public would be a question to ``torch.library``) and
 ``torch._assert_async`` (public would be an assertion that does not wait for the device).
 """
 

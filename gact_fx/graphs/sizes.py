@@ -1,4 +1,10 @@
-"""Sizes under dynamic shapes: hints for planning, and size expressions rebuilt inside the backward graph."""
+"""Sizes under dynamic shapes: hints for planning, and size expressions rebuilt inside the backward graph.
+
+Private, tried with torch 2.11 and 2.13: ``SymInt.node`` with ``expr`` and ``hint`` (public would be accessors of
+``SymInt``), ``torch.utils._sympy.interp.sympy_interp`` with ``torch.utils._sympy.reference.PythonReferenceAnalysis``
+(public would be a function that writes a size into a graph), and ``torch.fx.proxy.GraphAppendingTracer``, which is
+public but for its documentation.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 Private, tried with torch 2.11 and 2.13: ``UntypedStorage._cdata`` (a storage's address as an object; public would be
 a ``storage.id()``), ``Tensor._version`` (what autograd's own check of writes in place reads; it is documented only in
-notes), ``Tensor._is_view`` and ``torch.multiprocessing.reductions.StorageWeakRef``.
+notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``) and
+``torch.multiprocessing.reductions.StorageWeakRef`` (public would be weak references to storages that outlive their
+Python objects).
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ def storage_key(x: torch.Tensor) -> int:
 def version(x: torch.Tensor) -> int:
     """How often ``x`` was written to in place, as autograd counts."""
     return x._version
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether ``x`` came as a view of another tensor, as autograd counts."""
+    return x._is_view()
 
 
 def is_plain(x: object) -> TypeGuard[torch.Tensor]:

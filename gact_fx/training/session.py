@@ -29,6 +29,8 @@ log = logging.getLogger("gact_fx")
 MAX_STEPS_WAITED = 8
 # Steps in training that may fail to be profiled before the first plan is given up.
 MAX_FAILURES = 3
+# A compiled model's attribute that holds its session.
+ATTRIBUTE = "_gact_fx_session"
 
 
 class Session:
