@@ -32,7 +32,8 @@ def fresh_compiler() -> Iterator[None]:
 def trace() -> Trace:
     """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it.
 
-    The cut is torch.compile's own unless ``recompute`` says otherwise.
+    The cut is torch.compile's own unless ``recompute`` says otherwise; with ``marked`` false, what comes from parameters
+    alone may be saved, too.
     """
 
     def run(
@@ -41,13 +42,15 @@ def trace() -> Trace:
         upstream: bool = False,
         inner: str = "eager",
         recompute: str = "off",
+        marked: bool = True,
     ) -> GraphPair:
         found: list[GraphPair] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
             graph = JointGraph(joint, joint_inputs, lambda index: upstream, **options)
             context = Context(Config(recompute=recompute), joint=graph)
-            pair = run_passes(passes("copy_mutated_inputs", "mark_recomputation", "partition"), context).pair
+            names = ("copy_mutated_inputs", *(["mark_recomputation"] if marked else []), "partition")
+            pair = run_passes(passes(*names), context).pair
             assert pair is not None
             found.append(pair)
             return pair.forward, pair.backward

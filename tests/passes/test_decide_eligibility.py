@@ -1,4 +1,5 @@
-import pytest
+from functools import partial
+
 import torch
 from conftest import Mixed, Trace, analyze, decisions, mixed_batch
 from torch import nn
@@ -20,9 +21,7 @@ def test_floats_are_quantized_and_masks_are_exact(trace: Trace) -> None:
     assert ("aten.native_dropout[1]", "mask") in found
 
 
-def test_refusals_have_reasons(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Marked, what comes from parameters would be computed again and not be saved at all.
-    monkeypatch.setattr("conftest.mark_recomputation", lambda nodes, static, recompute: False)
+def test_refusals_have_reasons(trace: Trace) -> None:
     weight = nn.Parameter(torch.randn(16, 32))
     norm = nn.LayerNorm(32)
 
@@ -30,7 +29,8 @@ def test_refusals_have_reasons(trace: Trace, monkeypatch: pytest.MonkeyPatch) ->
         y = norm(x @ weight.exp())
         return y[index].tanh().sum()
 
-    found = reasons(trace, function, torch.randn(128, 16), torch.randint(0, 8, (100,)))
+    # Marked, what comes from parameters would be computed again and not be saved at all.
+    found = reasons(partial(trace, marked=False), function, torch.randn(128, 16), torch.randint(0, 8, (100,)))
     assert found["input"] in ("an input that the caller holds", "a parameter or buffer, held anyway")
     assert found["aten.exp"] == "computed from parameters alone"
     assert found["aten.native_layer_norm[1]"] == "a statistic of rows or channels"

@@ -52,7 +52,7 @@ def test_blobs_replace_tensors_in_place(trace: Trace) -> None:
     assert [value.name for value in values] == names
     for value, decision in zip(values, analysis.encodings, strict=True):
         dtype = value.placeholder.meta["val"].dtype
-        assert (dtype is torch.uint8 and value.source.target is compress) == decision.label != "keep"
+        assert (dtype is torch.uint8 and value.source.target is compress) == (decision.label != "keep")
 
 
 def test_gradients_of_the_rewritten_pair(trace: Trace) -> None:

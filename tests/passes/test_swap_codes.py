@@ -1,8 +1,10 @@
 """Codes in host memory between forward and backward. On the CPU the pass is forced; the GPU's test has not run yet."""
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ import gact_fx
 from gact_fx import Config
 from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.passes import PIPELINE
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.swap_codes import PREFETCH, swap_codes
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 from gact_fx.plan import GraphPlan, TensorPlan
+from gact_fx.training.session import Session
 
 compress, decompress = torch.ops.gact_fx.compress.default, torch.ops.gact_fx.decompress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
@@ -31,6 +35,13 @@ def swapped(pair: GraphPair, *devices: str) -> frozenset[str]:
 
 def forced(pair: GraphPair) -> frozenset[str]:
     return swapped(pair, "cpu")
+
+
+# The pipeline, swapping what is on the CPU.
+FORCED = tuple(
+    replace(each, function=functools.partial(swap_codes, devices=("cpu",))) if each.name == "swap_codes" else each
+    for each in PIPELINE
+)
 
 
 def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
@@ -138,7 +149,7 @@ def trained(model: nn.Module, batch: tuple[torch.Tensor, ...], **options: object
 def test_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     model, batch = Mixed(dropout=0.1), mixed_batch()
     expected = trained(copy.deepcopy(model), batch, inner=inner)
-    monkeypatch.setattr("gact_fx.training.rewrite.swap_codes", forced)
+    monkeypatch.setattr(Session, "passes", FORCED)
     swapped = copy.deepcopy(model)
     found = trained(swapped, batch, inner=inner, swap=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -149,7 +160,7 @@ def test_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, inner: str) -> 
 
 
 def test_backward_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gact_fx.training.rewrite.swap_codes", forced)
+    monkeypatch.setattr(Session, "passes", FORCED)
     model, batch = Mixed(), mixed_batch()
     trained(model, batch, inner="eager", swap=True)
     loss = model(*batch)

@@ -60,10 +60,10 @@ def test_variances_are_those_of_the_codec(name: str) -> None:
     codes = [Code(bits, rounding, size) for bits in WIDTHS for rounding in ("stochastic", "dither") for size in GROUPS]
     wrong = {}
     for code in codes:
-        wanted = simulated(x, weights.double(), *code)
+        wanted = simulated(x, weights.double(), code.bits, code.rounding, code.group_size)
         # Values of 8 and 11 significant bits are rounded to those again when they are decompressed.
-        bound = 0.1 if x.dtype.itemsize > 2 or code[0] <= 5 else 0.35
-        if name == "softmax rows" and code[0] > 6 and code[1] == "stochastic":
+        bound = 0.1 if x.dtype.itemsize > 2 or code.bits <= 5 else 0.35
+        if name == "softmax rows" and code.bits > 6 and code.rounding == "stochastic":
             # Extrapolated from 6 bits: what is profiled was stored at 8, and lies between no finer codes. What gathers
             # near the minimum is then taken for nearer to it than it is.
             bound = 0.45
