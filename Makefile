@@ -5,12 +5,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test check bench zoo cuda-check sanitize install clean
+.PHONY: demo test test-all check bench zoo cuda-check sanitize install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
+# Minutes: every pass, both inner compilers, each kind of network, two processes, the kernels in every instruction set.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup -m "not slow"
+
+# All parameters, figures of the README on real architectures, and every property on 10,000 examples.
+test-all: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup --hypothesis-profile=whole
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,7 +42,7 @@ cuda-check:
 
 # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in every instruction set that the machine has.
 sanitize: $(STAMP)
-	BIN=$(BIN) bash csrc/cpu/sanitize.sh
+	PYTEST_ADDOPTS=--hypothesis-profile=sanitized BIN=$(BIN) bash csrc/cpu/sanitize.sh
 
 install: $(STAMP)
 # The extension is built against the torch that is installed, hence no build isolation; torch 2.11 asks for setuptools < 82.

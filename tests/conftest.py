@@ -1,4 +1,4 @@
-"""Shared fixtures: traced graph pairs, and a fresh compiler for every test."""
+"""Shared fixtures: traced graph pairs, and a fresh compiler for every test. The tiers are told in the Makefile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import fx, nn
 
 from gact_fx.config import Config
@@ -18,6 +19,24 @@ from gact_fx.records import Eligibility, GraphAnalysis
 from gact_fx.training.rewrite import Driver
 
 Trace = Callable[..., GraphPair]
+
+# How many examples a property is tried on is the tier's: ``--hypothesis-profile=whole`` is `make test-all`. The same
+# ones every time, so that a failure can be had again.
+settings.register_profile(
+    "fast", max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+settings.register_profile("sanitized", settings.get_profile("fast"), max_examples=2_000)
+settings.register_profile("whole", settings.get_profile("fast"), max_examples=10_000)
+settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test of both inner compilers the fast tier has the eager one, unless it is marked ``both_compilers``."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if parameters.get("inner") == "inductor" and item.get_closest_marker("both_compilers") is None:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
