@@ -28,6 +28,7 @@ def test_no_budget_gives_the_gradients_of_torch_compile(inner: str) -> None:
     assert "compression is off" in str(gact_fx.inspect(model))
 
 
+@pytest.mark.both_compilers
 @INNER
 @pytest.mark.parametrize("sampled", [True, False])
 def test_profile_plan_train(inner: str, sampled: bool) -> None:
@@ -90,6 +91,7 @@ def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, obj
         gact_fx.inspect(model)
 
 
+@pytest.mark.slow
 def test_many_models_in_one_process() -> None:
     """Dynamo stops compiling after 8 recompilations of one code object, with a warning nobody reads."""
     for _ in range(10):
@@ -227,6 +229,7 @@ def test_a_compilation_that_fails_leaves_the_one_before() -> None:
     assert report.plan is plan and report.bytes_after > 0
 
 
+@pytest.mark.slow
 def test_backend_by_name_needs_no_import() -> None:
     program = """
 import torch, logging

@@ -172,11 +172,14 @@ def check(outcomes: list[Outcome]) -> None:
     assert 0.5 < sum(errors) / len(errors) / predicted < 2, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "DDP" not in pair], ids=" and ".join)
 def test_pair(pair: tuple[str, str]) -> None:
     check([train(pair)])
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("pairs")  # that one worker has the processes
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "DDP" in pair], ids=" and ".join)
 def test_pair_with_ddp(ranks: list[dict[str, Any]], pair: tuple[str, str]) -> None:

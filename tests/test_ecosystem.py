@@ -44,7 +44,9 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"bf16": True, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow)]
+)
 def test_trainer_of_a_compiled_model(options: dict[str, Any], tmp_path: Path) -> None:
     """It trains as uncompressed, evaluates exactly, and what it saves is a model like any other."""
     plain = trainer(bert(), tmp_path, **options)
@@ -76,6 +78,7 @@ class Tiny(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 def test_trainer_that_compiles_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("gact_fx.accelerate", reason="needs accelerate", exc_type=ImportError)
     torch.manual_seed(0)
@@ -103,6 +106,7 @@ def test_accelerate_takes_options() -> None:
         utils.TorchDynamoPlugin(backend="gactt")
 
 
+@pytest.mark.slow
 def test_generation_is_that_of_the_model_uncompiled() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -157,7 +161,7 @@ def test_a_lightning_module_itself() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-2) and gact_fx.inspect(model).ratio > 3
 
 
-@pytest.mark.parametrize("name", ["gcn", "gat", "sage", "gin"])
+@pytest.mark.parametrize("name", ["gcn", pytest.param("gat", marks=pytest.mark.slow), "sage", "gin"])
 def test_graph_nets_have_the_gradients_of_autograd(name: str) -> None:
     data_module = pytest.importorskip("torch_geometric.data")
     example = pytest.importorskip("train_on_cora")
@@ -204,6 +208,7 @@ def lora() -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_lora(tmp_path: Path) -> None:
     """Frozen weights are held once, by the model; what is saved and merged is what peft saves and merges."""
     model, batch = lora()

@@ -266,6 +266,7 @@ def test_gradient(name: str) -> None:
     assert all(error < 0.02 for error in errors(Between(CASES[name]())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_gradient_and_sensitivities(name: str) -> None:
     model = Between(CASES[name]())
@@ -275,6 +276,7 @@ def test_gradient_and_sensitivities(name: str) -> None:
     assert all(entry.sensitivity is not None for graph in plan.graphs for entry in graph.tensors)
 
 
+@pytest.mark.slow
 def test_gradient_of_inductor() -> None:
     model = Between(nn.Sequential(GraphAttention(), Attention("boolean", SDPBackend.FLASH_ATTENTION)))
     assert all(error < 0.02 for error in errors(model, inner="inductor"))

@@ -76,7 +76,12 @@ WARM_UP = [(8, 16), (20, 24), (5, 12), (1, 9)]
 
 @pytest.mark.parametrize(
     ("model", "graphs", "sampled"),
-    [(Cnn, 1, True), (Transformer, 1, True), (Transformer, 1, False), (Broken, 2, False)],
+    [
+        (Cnn, 1, True),
+        pytest.param(Transformer, 1, True, marks=pytest.mark.slow),
+        (Transformer, 1, False),
+        pytest.param(Broken, 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_compiled_after_warm_up(
     model: Callable[[], Any], graphs: int, sampled: bool, compilations: list[bool]

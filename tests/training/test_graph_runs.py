@@ -115,6 +115,7 @@ def test_stages_that_share_their_code_are_all_compressed() -> None:
     assert found == pytest.approx(gact_fx.inspect(model).bytes_after, rel=0.02)
 
 
+@pytest.mark.slow
 def test_planning_again_and_again() -> None:
     model = gact_fx.compile(stages(2), sample_batches=[(rows(),)], **OPTIONS)
     before = held(model, rows())
