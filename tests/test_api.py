@@ -2,6 +2,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_profiling_leaves_no_trace() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
     for p, wanted in zip(model.parameters(), grads, strict=True):
-        assert (p.grad is None) == (wanted is None) and (wanted is None or torch.equal(p.grad, wanted))
+        assert (p.grad is None) == (wanted is None) and (wanted is None or torch.equal(p.grad, wanted))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_options_reach_inductor(budget_bits: float | None, monkeypatch: pytest.M
     seen = []
     lower = GraphLowering.run
 
-    def watched(*args: object, **kwargs: object) -> object:
+    def watched(*args: Any, **kwargs: Any) -> object:
         seen.append((config.max_fusion_size, config.epilogue_fusion))
         return lower(*args, **kwargs)
 

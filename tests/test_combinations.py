@@ -98,7 +98,7 @@ class Net(nn.Module):
             h = self.block(h)
         if self.loop.graph_break:
             torch._dynamo.graph_break()
-        return self.head(F.dropout(F.gelu(self.c(h)), self.loop.dropout))  # type: ignore[no-any-return]
+        return self.head(F.dropout(F.gelu(self.c(h)), self.loop.dropout))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(work, (port, str(folder)), 2)  # type: ignore[no-untyped-call]
+    multiprocessing.spawn(work, (port, str(folder)), 2)  # type: ignore[attr-defined, no-untyped-call]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -130,7 +130,7 @@ def test_a_lightning_module_itself() -> None:
     """Its forward is compiled, which its training step calls; Lightning sees the same LightningModule."""
     lightning = pytest.importorskip("lightning")
 
-    class Model(lightning.LightningModule):
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))

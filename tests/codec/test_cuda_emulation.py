@@ -153,7 +153,19 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     for source in (*sorted((ROOT / "csrc/cuda").glob("*.cu")), here / "emulate.cpp"):
         checks = ["-fsanitize=alignment"] if source.suffix == ".cu" else []
         objects.append(folder / f"{source.stem}.o")
-        command = [compiler, *FLAGS, *checks, "-I", here, "-x", "c++", "-c", source, "-o", objects[-1]]
+        command: list[str | Path] = [
+            compiler,
+            *FLAGS,
+            *checks,
+            "-I",
+            here,
+            "-x",
+            "c++",
+            "-c",
+            source,
+            "-o",
+            objects[-1],
+        ]
         subprocess.run(command, check=True)
     library = folder / "emulation.so"
     subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True)

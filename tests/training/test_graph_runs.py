@@ -1,5 +1,7 @@
 """Models of several graphs, and of graphs that run several times in a step: what they hold is planned and reported."""
 
+from typing import Any
+
 import pytest
 import torch
 from activation_bytes import activation_bytes
@@ -8,7 +10,7 @@ from torch import nn
 import gact_fx
 from gact_fx.api import _ATTRIBUTE
 
-OPTIONS = {"inner": "eager", "min_elements": 64}
+OPTIONS: dict[str, Any] = {"inner": "eager", "min_elements": 64}
 WIDTH = 64
 
 
