@@ -48,6 +48,7 @@ def rows_of(record: GradientError) -> dict[str, ParameterError]:
     return {row.name: row for row in record.parameters}
 
 
+@pytest.mark.slow
 def test_variance_and_prediction() -> None:
     """The variance is that over plans with other seeds, and what the plan predicted."""
     model, batch, seeds = Mixed(), mixed_batch(16), 32
