@@ -44,9 +44,8 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"bf16": True, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
 def test_trainer_of_a_compiled_model(options: dict[str, Any], tmp_path: Path) -> None:
     """It trains as uncompressed, evaluates exactly, and what it saves is a model like any other."""
     plain = trainer(bert(), tmp_path, **options)

@@ -265,6 +265,7 @@ MEASURED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MEASURED])
 def test_gradient(name: str) -> None:
     assert all(error < 0.02 for error in errors(Between(CASES[name]())))

@@ -210,6 +210,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_graph_breaks() -> None:
     """Also behind the tenth measurement, when Dynamo has reached its limit of recompilations of a frame."""
     broken, whole, x = Blocks(breaks=True), Blocks(breaks=False), torch.randn(128, 32)

@@ -79,7 +79,7 @@ WARM_UP = [(8, 16), (20, 24), (5, 12), (1, 9)]
     [
         (Cnn, 1, True),
         pytest.param(Transformer, 1, True, marks=pytest.mark.slow),
-        (Transformer, 1, False),
+        pytest.param(Transformer, 1, False, marks=pytest.mark.slow),
         pytest.param(Broken, 2, False, marks=pytest.mark.slow),
     ],
 )

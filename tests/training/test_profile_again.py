@@ -99,6 +99,7 @@ def test_too_much_noise_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert "to the variance of the minibatch gradient, more than 10 %; budget_bits=" in caplog.text
 
 
+@pytest.mark.slow
 def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo then traces the model again with a varying batch size, which may cut it a little differently."""
     torch.manual_seed(0)
@@ -114,6 +115,7 @@ def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixtu
     assert len({row.bits for row in gact_fx.inspect(model).rows if row.encoding == "quantize"}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_bound_on_the_noise_is_met_where_batches_vary_in_size(breaks: bool) -> None:
     """The gradients of the parameters compare whatever the batch; the variance is that of sample batches."""
