@@ -5,12 +5,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test check bench zoo cuda-check sanitize install clean
+.PHONY: demo test test-all check bench zoo cuda-check sanitize install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
+# Minutes: every pass, both inner compilers, each kind of network, two processes, the kernels in every instruction set.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup -m "not slow"
+
+# All parameters, figures of the README on real architectures, and every property on 10,000 examples.
+test-all: $(STAMP)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup --hypothesis-profile=whole
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -21,6 +26,8 @@ check: $(STAMP)
 	MYPYPATH=build/types $(BIN)/mypy -p gact_fx
 	MYPYPATH=build/types:examples $(BIN)/mypy benchmarks/*.py
 	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py
+# In tests attributes of torch's modules come as Any and torch's decorators have no types.
+	MYPYPATH=build/types:benchmarks:examples:tests $(BIN)/mypy --no-warn-return-any --allow-untyped-decorators tests/*.py tests/*/*.py
 
 bench: $(STAMP)
 	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run; do \
@@ -38,7 +45,7 @@ cuda-check:
 
 # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer, in every instruction set that the machine has.
 sanitize: $(STAMP)
-	BIN=$(BIN) bash csrc/cpu/sanitize.sh
+	PYTEST_ADDOPTS=--hypothesis-profile=sanitized BIN=$(BIN) bash csrc/cpu/sanitize.sh
 
 install: $(STAMP)
 # The extension is built against the torch that is installed, hence no build isolation; torch 2.11 asks for setuptools < 82.

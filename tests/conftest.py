@@ -1,4 +1,4 @@
-"""Shared fixtures: traced graph pairs, and a fresh compiler for every test."""
+"""Shared fixtures: traced graph pairs, and a fresh compiler for every test. The tiers are told in the Makefile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import fx, nn
 
 from gact_fx.config import Config
@@ -18,6 +19,24 @@ from gact_fx.passes.pipeline import Context, Pass, run_passes
 from gact_fx.plan import GraphPlan
 
 Trace = Callable[..., GraphPair]
+
+# How many examples a property is tried on is the tier's: ``--hypothesis-profile=whole`` is `make test-all`. The same
+# ones every time, so that a failure can be had again.
+settings.register_profile(
+    "fast", max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+settings.register_profile("sanitized", settings.get_profile("fast"), max_examples=2_000)
+settings.register_profile("whole", settings.get_profile("fast"), max_examples=10_000)
+settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test of both inner compilers the fast tier has the eager one, unless it is marked ``both_compilers``."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if parameters.get("inner") == "inductor" and item.get_closest_marker("both_compilers") is None:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +51,8 @@ def fresh_compiler() -> Iterator[None]:
 def trace() -> Trace:
     """``trace(model, *inputs)``: the graph pair of a model's training step, as the passes get it.
 
-    The cut is torch.compile's own unless ``recompute`` says otherwise; with ``marked`` false, what comes from parameters
-    alone may be saved, too.
+    The cut is torch.compile's own unless ``recompute`` says otherwise; where ``marked`` is false, what comes from
+    parameters alone may be saved, too.
     """
 
     def run(

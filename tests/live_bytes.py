@@ -12,7 +12,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators return while it is entered; ``peak`` is the most that were alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._sizes: dict[int, int] = {}
 

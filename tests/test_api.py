@@ -2,6 +2,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def test_no_budget_gives_the_gradients_of_torch_compile(inner: str) -> None:
     assert "compression is off" in str(gact_fx.inspect(model))
 
 
+@pytest.mark.both_compilers
 @INNER
 @pytest.mark.parametrize("sampled", [True, False])
 def test_profile_plan_train(inner: str, sampled: bool) -> None:
@@ -60,7 +62,7 @@ def test_profiling_leaves_no_trace() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
     for p, wanted in zip(model.parameters(), grads, strict=True):
-        assert (p.grad is None) == (wanted is None) and (wanted is None or torch.equal(p.grad, wanted))
+        assert (p.grad is None) == (wanted is None) and (wanted is None or torch.equal(p.grad, wanted))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,7 @@ def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, obj
         gact_fx.inspect(model)
 
 
+@pytest.mark.slow
 def test_many_models_in_one_process() -> None:
     """Dynamo stops compiling after 8 recompilations of one code object, with a warning nobody reads."""
     for _ in range(10):
@@ -227,6 +230,7 @@ def test_a_compilation_that_fails_leaves_the_one_before() -> None:
     assert report.plan is plan and report.bytes_after > 0
 
 
+@pytest.mark.slow
 def test_backend_by_name_needs_no_import() -> None:
     program = """
 import torch, logging
@@ -294,7 +298,7 @@ def test_options_reach_inductor(budget_bits: float | None, monkeypatch: pytest.M
     seen = []
     lower = GraphLowering.run
 
-    def watched(*args: object, **kwargs: object) -> object:
+    def watched(*args: Any, **kwargs: Any) -> object:
         seen.append((config.max_fusion_size, config.epilogue_fusion))
         return lower(*args, **kwargs)
 

@@ -98,7 +98,7 @@ class Net(nn.Module):
             h = self.block(h)
         if self.loop.graph_break:
             torch._dynamo.graph_break()
-        return self.head(F.dropout(F.gelu(self.c(h)), self.loop.dropout))  # type: ignore[no-any-return]
+        return self.head(F.dropout(F.gelu(self.c(h)), self.loop.dropout))
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(work, (port, str(folder)), 2)  # type: ignore[no-untyped-call]
+    multiprocessing.spawn(work, (port, str(folder)), 2)  # type: ignore[attr-defined, no-untyped-call]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -172,11 +172,14 @@ def check(outcomes: list[Outcome]) -> None:
     assert 0.5 < sum(errors) / len(errors) / predicted < 2, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "DDP" not in pair], ids=" and ".join)
 def test_pair(pair: tuple[str, str]) -> None:
     check([train(pair)])
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("pairs")  # that one worker has the processes
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "DDP" in pair], ids=" and ".join)
 def test_pair_with_ddp(ranks: list[dict[str, Any]], pair: tuple[str, str]) -> None:

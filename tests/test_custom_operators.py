@@ -77,7 +77,7 @@ register(gate, gate_backward)
 register(cube, cube_backward)
 
 
-@pytest.mark.parametrize("function", [lambda h: Scaled.apply(h, 1.5), Clipped.apply], ids=["scaled", "clipped"])
+@pytest.mark.parametrize("function", [lambda h: Scaled.apply(h, 1.5), Clipped.apply], ids=["scaled", "clipped"])  # type: ignore[no-untyped-call]
 def test_autograd_functions(function: Any) -> None:
     model = Between(function)
     assert all(error < 0.02 for error in errors(model, recompute="off"))

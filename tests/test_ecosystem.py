@@ -44,6 +44,7 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
 def test_trainer_of_a_compiled_model(options: dict[str, Any], tmp_path: Path) -> None:
     """It trains as uncompressed, evaluates exactly, and what it saves is a model like any other."""
@@ -76,6 +77,7 @@ class Tiny(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 def test_trainer_that_compiles_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("gact_fx.accelerate", reason="needs accelerate", exc_type=ImportError)
     torch.manual_seed(0)
@@ -103,6 +105,7 @@ def test_accelerate_takes_options() -> None:
         utils.TorchDynamoPlugin(backend="gactt")
 
 
+@pytest.mark.slow
 def test_generation_is_that_of_the_model_uncompiled() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -126,7 +129,7 @@ def test_a_lightning_module_itself() -> None:
     """Its forward is compiled, which its training step calls; Lightning sees the same LightningModule."""
     lightning = pytest.importorskip("lightning")
 
-    class Model(lightning.LightningModule):
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -157,7 +160,7 @@ def test_a_lightning_module_itself() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-2) and gact_fx.inspect(model).ratio > 3
 
 
-@pytest.mark.parametrize("name", ["gcn", "gat", "sage", "gin"])
+@pytest.mark.parametrize("name", ["gcn", pytest.param("gat", marks=pytest.mark.slow), "sage", "gin"])
 def test_graph_nets_have_the_gradients_of_autograd(name: str) -> None:
     data_module = pytest.importorskip("torch_geometric.data")
     example = pytest.importorskip("train_on_cora")
@@ -204,6 +207,7 @@ def lora() -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_lora(tmp_path: Path) -> None:
     """Frozen weights are held once, by the model; what is saved and merged is what peft saves and merges."""
     model, batch = lora()

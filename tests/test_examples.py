@@ -12,7 +12,7 @@ comparison = pytest.importorskip("comparison", reason="needs matplotlib")
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("model", ["residual CNN", "vision transformer"])
+@pytest.mark.parametrize("model", ["residual CNN", pytest.param("vision transformer", marks=pytest.mark.slow)])
 def test_digits_learn_with_compressed_activations(model: str, tmp_path: Path) -> None:
     results = [train_digits.run(model, compressed, epochs=12, inner="eager") for compressed in (False, True)]
     plain, compressed = results
@@ -23,6 +23,7 @@ def test_digits_learn_with_compressed_activations(model: str, tmp_path: Path) ->
     assert len(comparison.table(results, "test accuracy").splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_bert_on_a_text_file(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="BERT comes from transformers")
     (tmp_path / "text.txt").write_text((ROOT / "CHANGELOG.md").read_text() * 4)
@@ -33,6 +34,7 @@ def test_bert_on_a_text_file(tmp_path: Path) -> None:
     assert "gact_fx, 4 bits" in done.stdout and (tmp_path / "bert.png").exists()
 
 
+@pytest.mark.slow
 def test_bert_without_its_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="BERT comes from transformers")
     command = [sys.executable, str(ROOT / "examples" / "finetune_transformer.py"), "--text", str(tmp_path / "none.txt")]
@@ -40,6 +42,7 @@ def test_bert_without_its_text(tmp_path: Path) -> None:
     assert done.returncode == 2 and "cannot read --text" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_quickstart() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "examples" / "quickstart.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,14 @@ class Dropped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             x = nn.functional.dropout((x @ weight).relu(), 0.3)
-        return (x * self.direction).sum()
+        return (x * self.direction).sum()  # type: ignore[operator]
 
 
 @INNER
 @pytest.mark.parametrize("recompute", ["auto", "off", "full"])
 def test_dropout_masks_of_forward_and_backward_are_one(inner: str, recompute: str) -> None:
     model, x = Dropped(), torch.randn(64, 32)
-    options = {"budget_bits": 8, "inner": inner, "recompute": recompute}
+    options: dict[str, Any] = {"budget_bits": 8, "inner": inner, "recompute": recompute}
     gact_fx.compile(model, sample_batches=[x], loss_fn=lambda m, b: m(b), **options)
     for _ in range(3):
         loss = model(x)
@@ -110,7 +111,12 @@ def test_relu_masks_are_exact_whatever_the_width(inner: str) -> None:
     model, reference = build(), build()
     reference.load_state_dict(model.state_dict())
     x = torch.randn(8, 3, 12, 12)
-    options = {"budget_bits": 2, "adaptive": False, "sample_batches": [x], "loss_fn": lambda m, b: m(b).sum()}
+    options: dict[str, Any] = {
+        "budget_bits": 2,
+        "adaptive": False,
+        "sample_batches": [x],
+        "loss_fn": lambda m, b: m(b).sum(),
+    }
     gact_fx.compile(model, inner=inner, **options)
     model(x).sum().backward(), reference(x).sum().backward()
     assert gact_fx.inspect(model).ratio > 4
@@ -129,7 +135,7 @@ def test_every_step_draws_new_noise() -> None:
         errors.append(torch.cat([(a - b).flatten() for a, b in zip(found, exact, strict=True)]))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), found, strict=True):
-                parameter -= 1e-3 * gradient
+                parameter -= 1e-3 * gradient  # type: ignore[misc]
     correlation = torch.nn.functional.cosine_similarity(errors[0], errors[1], dim=0)
     assert abs(float(correlation)) < 0.3
 
@@ -142,7 +148,7 @@ def test_checkpointed_dropout(inner: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.weights:
                 x = torch.utils.checkpoint.checkpoint(self.layer, x, weight, use_reentrant=False)
-            return (x * self.direction).sum()
+            return (x * self.direction).sum()  # type: ignore[operator]
 
         @staticmethod
         def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -166,7 +172,7 @@ def test_losses_that_divide_by_what_they_saved(inner: str) -> None:
         lambda m: nn.functional.binary_cross_entropy(m(x).sigmoid(), target), budget_bits=4, adaptive=False, inner=inner
     )
     for _ in range(2):
-        loss(model).backward()
+        loss(model).backward()  # type: ignore[no-untyped-call]
         nn.functional.binary_cross_entropy(reference(x).sigmoid(), target).backward()
         assert relative_error(gradients(model), gradients(reference)) < 0.1
 

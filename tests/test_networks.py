@@ -8,6 +8,7 @@ gradient_benchmark = pytest.importorskip("gradients")
 memory_benchmark = pytest.importorskip("memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ratio"), [("bert", 15), ("gpt2", 20), ("resnet50", 13)])
 def test_bytes_held_at_4_bits(name: str, ratio: float) -> None:
     (found,) = memory_benchmark.measure(name, [4.0])
@@ -15,6 +16,7 @@ def test_bytes_held_at_4_bits(name: str, ratio: float) -> None:
     assert found["predicted"] == pytest.approx(found["gact_fx"], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet50"])
 def test_gradient_error_at_8_bits_against_eager(name: str) -> None:
     """With the eager inner compiler, whose uncompressed gradients are eager's to the last bits."""

@@ -1,6 +1,7 @@
 """Sample batches and training steps whose gradients overflow: they are left out, and profiling goes on."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def plan_of(model: nn.Module) -> gact_fx.Plan:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_sample_batch_with_nan_is_as_if_it_were_not_there(place: int) -> None:
-    plans = []
+    plans: list[Any] = []
     for batches in ([X, X + 1], [X, X + 1]):
         if plans:
             batches.insert(place, BAD)

@@ -92,7 +92,11 @@ class Attention(nn.Module):
         )
         allowed = (torch.rand(16, 16, generator=torch.Generator().manual_seed(1)) > 0.3) | torch.eye(16).bool()
         masks = {"boolean": allowed, "float": torch.where(allowed, 0.0, -1e9)}
-        self.options = {"attn_mask": masks.get(form), "is_causal": form == "causal", "enable_gqa": form == "gqa"}
+        self.options: dict[str, Any] = {
+            "attn_mask": masks.get(form),
+            "is_causal": form == "causal",
+            "enable_gqa": form == "gqa",
+        }
         self.backend = backend
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
@@ -192,29 +196,29 @@ def assigned(h: torch.Tensor) -> torch.Tensor:
 
 CASES: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
     # Message passing.
-    **{f"scatter {reduce}": lambda r=reduce: scattered(r) for reduce in ("sum", "mean", "amax", "prod")},
+    **{f"scatter {reduce}": lambda r=reduce: scattered(r) for reduce in ("sum", "mean", "amax", "prod")},  # type: ignore[misc]
     "index_add": lambda: lambda h: torch.zeros_like(h).index_add(0, TARGET, h[SOURCE] * h[TARGET]),
     "gather": lambda: lambda h: h.gather(0, SOURCE[:ROWS, None].expand(-1, WIDTH)) * h,
     "graph attention": GraphAttention,
     "sparse.mm": lambda: sparse,
     # Attention.
-    **{f"math {form}": lambda f=form: Attention(f, SDPBackend.MATH) for form in ("plain", "causal", "boolean", "gqa")},
+    **{f"math {form}": lambda f=form: Attention(f, SDPBackend.MATH) for form in ("plain", "causal", "boolean", "gqa")},  # type: ignore[misc]
     **{
-        f"flash {form}": lambda f=form: Attention(f, SDPBackend.FLASH_ATTENTION)
+        f"flash {form}": lambda f=form: Attention(f, SDPBackend.FLASH_ATTENTION)  # type: ignore[misc]
         for form in ("plain", "causal", "boolean", "float", "gqa")
     },
     # Recurrence.
-    **{kind.__name__: lambda k=kind: Recurrent(k) for kind in (nn.RNNCell, nn.LSTMCell, HandWritten, nn.GRU)},
+    **{kind.__name__: lambda k=kind: Recurrent(k) for kind in (nn.RNNCell, nn.LSTMCell, HandWritten, nn.GRU)},  # type: ignore[misc]
     # Embedding and losses.
     "embedding": lambda: Embedded(tied=True),
     "embedding sparse": lambda: Embedded(sparse=True),
-    **{f"embedding bag {mode}": lambda m=mode: Embedded(bag=m) for mode in ("sum", "max")},
+    **{f"embedding bag {mode}": lambda m=mode: Embedded(bag=m) for mode in ("sum", "max")},  # type: ignore[misc]
     "cosine": lambda: lambda h: h * F.cosine_similarity(h, NOISE, dim=-1)[:, None],
-    "ctc": lambda: lambda h: h * F.ctc_loss(h.view(8, 8, WIDTH).log_softmax(-1), LABELS, [8] * 8, [3] * 8),
+    "ctc": lambda: lambda h: h * F.ctc_loss(h.view(8, 8, WIDTH).log_softmax(-1), LABELS, [8] * 8, [3] * 8),  # type: ignore[arg-type]
     "margin": lambda: lambda h: h * F.multi_margin_loss(h * 3, TOKENS % WIDTH),
     # Images.
     "max_pool": lambda: Image(lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True)),
-    "unpool": lambda: Image(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+    "unpool": lambda: Image(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),  # type: ignore[arg-type]
     "bicubic": lambda: Image(lambda x: F.interpolate(x, size=(9, 5), mode="bicubic")),
     "grid_sample bilinear": lambda: Image(Warped("bilinear")),
     "grid_sample nearest": lambda: Image(Warped("nearest")),
@@ -261,11 +265,13 @@ MEASURED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MEASURED])
 def test_gradient(name: str) -> None:
     assert all(error < 0.02 for error in errors(Between(CASES[name]())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_gradient_and_sensitivities(name: str) -> None:
     model = Between(CASES[name]())
@@ -275,6 +281,7 @@ def test_gradient_and_sensitivities(name: str) -> None:
     assert all(entry.sensitivity is not None for graph in plan.graphs for entry in graph.tensors)
 
 
+@pytest.mark.slow
 def test_gradient_of_inductor() -> None:
     model = Between(nn.Sequential(GraphAttention(), Attention("boolean", SDPBackend.FLASH_ATTENTION)))
     assert all(error < 0.02 for error in errors(model, inner="inductor"))

@@ -19,6 +19,7 @@ def test_a_network_of_the_zoo_meets_its_targets(name: str) -> None:
     assert name in zoo.row(name, found) and "misses" not in zoo.row(name, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "wav2vec2", "sage"])
 def test_without_dropout_nothing_is_random(name: str) -> None:
     if name == "sage":
@@ -27,6 +28,7 @@ def test_without_dropout_nothing_is_random(name: str) -> None:
     assert first and all(torch.equal(first[key], second[key]) for key in first.keys() | second.keys())
 
 
+@pytest.mark.slow
 def test_a_large_error_is_measured_again_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch_geometric", reason="the graph nets come from torch_geometric")
     monkeypatch.setattr(zoo, "MAX_ERROR", -1.0)

@@ -39,7 +39,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.a(x)) * 2
         if self.between is torch._dynamo.graph_break:
-            torch._dynamo.graph_break()
+            torch._dynamo.graph_break()  # type: ignore[operator]
         else:
             h = self.between(h)  # type: ignore[operator]
         loss: torch.Tensor = torch.tanh(self.b(h) / 10).square().sum()
@@ -50,7 +50,7 @@ def recorded(model: nn.Module) -> list[Step]:
     """The step that was profiled."""
     found: list[list[Step]] = []
 
-    class Watched(gact_fx.training.session.Session):
+    class Watched(gact_fx.training.session.Session):  # type: ignore[misc, name-defined]
         def measure(self, steps):  # type: ignore[no-untyped-def]
             found.append(list(steps))
             return super().measure(steps)

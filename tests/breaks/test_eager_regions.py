@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Broken(nn.Module):
         return torch.relu(self.norm(self.middle(x)))
 
 
-def compiled(model: nn.Module, **options: object) -> nn.Module:
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
     return gact_fx.compile(copy.deepcopy(model), inner="eager", min_elements=64, **options)
 
 
@@ -80,7 +81,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "division": lambda x: x / (x.detach().abs() + 1),
     "product": lambda x: x * torch.sigmoid(x),
     "rms": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
-    "attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(2, 4, -1, 16)]).flatten().view(-1, 64),
+    "attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(2, 4, -1, 16)]).flatten().view(-1, 64),  # type: ignore[arg-type]
     "convolution": lambda x: F.conv1d(x.T[None], torch.ones(64, 1, 3) / 3, padding=1, groups=64)[0].T,
     "max pool": lambda x: F.max_pool2d(x[None, None], 3, 1, 1)[0, 0],
     "in place": lambda x: torch.relu_(x.mul(2)),
@@ -125,7 +126,7 @@ def test_model_that_falls_back_entirely_keeps_its_ratio() -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)]
     model, batch = nn.Sequential(*layers), torch.randn(512, 64)
     ours = copy.deepcopy(model)
-    ours.forward = torch.compiler.disable(ours.forward)
+    ours.forward = torch.compiler.disable(ours.forward)  # type: ignore[method-assign]
     ours = gact_fx.compile(ours, inner="eager", budget_bits=4)
     for _ in range(2):
         ours(batch).mean().backward()
@@ -267,7 +268,7 @@ def test_a_mask_that_is_also_multiplied_as_a_matrix() -> None:
     ours = compiled(model, budget_bits=8)
     for _ in range(3):
         weight.grad = None
-        assert error([*train(ours, batch, 1), weight.grad], exact) < 0.02
+        assert error([*train(ours, batch, 1), weight.grad], exact) < 0.02  # type: ignore[arg-type, list-item]
 
 
 @pytest.mark.parametrize("function", [torch.tan, torch.expm1, lambda x: x.square().add(1).sqrt()])
@@ -391,7 +392,7 @@ def test_what_a_closure_holds_is_no_activation() -> None:
     weight, batch = nn.Parameter(torch.randn(64, 64)), torch.randn(128, 64)
     step = gact_fx.compile(lambda: (batch @ weight).tanh().square().sum(), inner="eager", min_elements=64)
     for _ in range(2):
-        step().backward()
+        step().backward()  # type: ignore[no-untyped-call]
     assert all(row.bytes_before == 0 for row in gact_fx.inspect(step).rows if row.op == "input")
 
 

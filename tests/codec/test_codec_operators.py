@@ -234,6 +234,7 @@ def available_memory() -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(available_memory() < 14 * 2**30, reason="needs 14 GiB of memory")
 def test_more_than_2_to_the_31_elements() -> None:

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from codec_inputs import KINDS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from gact_fx import ops
 from gact_fx.codec import reference
@@ -69,7 +69,8 @@ def test_every_width_and_group_size(dtype: torch.dtype, rounding: str) -> None:
     seed=st.integers(-(2**63), 2**63 - 1),
     with_mask=st.booleans(),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+# Fewer than a profile has: up to 2.6 million elements of each go through the reference on the CPU.
+@settings(max_examples=300)
 def test_kernels_match_reference(
     kinds: list[str],
     shape: tuple[int, ...],

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from codec_inputs import KINDS, inputs
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from gact_fx.codec import reference
 from gact_fx.codec.layout import blob_nbytes, group_count, metadata_nbytes
@@ -26,8 +26,7 @@ GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 GUARD = 64  # bytes around what a kernel writes
 UNTOUCHED = 0xA5
-
-settings.register_profile("emulation", deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+pytestmark = pytest.mark.xdist_group("emulation")  # that one worker compiles it
 
 
 class Emulation:
@@ -154,7 +153,19 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
     for source in (*sorted((ROOT / "csrc/cuda").glob("*.cu")), here / "emulate.cpp"):
         checks = ["-fsanitize=alignment"] if source.suffix == ".cu" else []
         objects.append(folder / f"{source.stem}.o")
-        command = [compiler, *FLAGS, *checks, "-I", here, "-x", "c++", "-c", source, "-o", objects[-1]]
+        command: list[str | Path] = [
+            compiler,
+            *FLAGS,
+            *checks,
+            "-I",
+            here,
+            "-x",
+            "c++",
+            "-c",
+            source,
+            "-o",
+            objects[-1],
+        ]
         subprocess.run(command, check=True)
     library = folder / "emulation.so"
     subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, "-o", library], check=True)
@@ -214,7 +225,6 @@ def test_bfloat16_codes(emulation: Emulation, group_size: int, rounding: str) ->
     blob_offset=st.sampled_from((0, 0, 1, 2, 4, 8)) | st.integers(0, 17),
     values_offset=st.integers(0, 9),
 )
-@settings(settings.get_profile("emulation"), max_examples=150)
 def test_any_alignment(
     emulation: Emulation,
     dtype: torch.dtype,
@@ -245,7 +255,6 @@ def test_any_alignment(
     column=st.integers(0, 9) | st.sampled_from((4, 8, 16)),
     seed=st.integers(0, 2**32),
 )
-@settings(settings.get_profile("emulation"), max_examples=150)
 def test_rows_with_gaps(
     emulation: Emulation,
     dtype: torch.dtype,

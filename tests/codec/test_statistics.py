@@ -113,7 +113,7 @@ def correlations(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def upper(matrix: torch.Tensor) -> torch.Tensor:
     """The entries above the diagonal."""
-    row, column = torch.triu_indices(*matrix.shape, offset=1)
+    row, column = torch.triu_indices(*matrix.shape, offset=1)  # type: ignore[misc]
     return matrix[row, column]
 
 
@@ -627,7 +627,7 @@ def test_training_steps_and_slots_are_uncorrelated(
     model = Mixed()
     batches = [(torch.randn(8, 3, 8, 8), torch.randint(0, 10, (8,))) for _ in range(12)]
     # Without recomputation, which leaves fewer slots.
-    options = {"recompute": "off", "rounding": rounding, "group_size": 256}
+    options: dict[str, Any] = {"recompute": "off", "rounding": rounding, "group_size": 256}
     gact_fx.compile(model, inner="eager", sample_batches=batches[:1], **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     compressed.clear()
@@ -661,7 +661,7 @@ def test_gradient_noise_of_successive_steps() -> None:
         return value
 
     # Without recomputation: GELU of rounded values is biased at such widths, and a bias is the same in every step.
-    options = {"budget_bits": 2, "recompute": "off"}
+    options: dict[str, Any] = {"budget_bits": 2, "recompute": "off"}
     gact_fx.compile(model, inner="eager", sample_batches=[batches[0]], loss_fn=loss, **options)
     noises = []
     for x in batches:
@@ -672,7 +672,7 @@ def test_gradient_noise_of_successive_steps() -> None:
         noises.append(difference / difference.norm())
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), found, strict=True):
-                parameter -= 0.1 * gradient
+                parameter -= 0.1 * gradient  # type: ignore[misc]
     for lag in range(1, 4):
         cosines = torch.stack([a @ b for a, b in zip(noises[:-lag], noises[lag:], strict=True)])
         assert abs(float(cosines.mean())) <= 4 * float(cosines.std()) / cosines.numel() ** 0.5

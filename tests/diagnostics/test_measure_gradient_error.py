@@ -48,6 +48,7 @@ def rows_of(record: GradientError) -> dict[str, ParameterError]:
     return {row.name: row for row in record.parameters}
 
 
+@pytest.mark.slow
 def test_variance_and_prediction() -> None:
     """The variance is that over plans with other seeds, and what the plan predicted."""
     model, batch, seeds = Mixed(), mixed_batch(16), 32
@@ -90,7 +91,7 @@ def test_exact_gradient_and_minibatch_variance_are_those_of_eager(inner: str) ->
     assert record.total.norm == pytest.approx(float(total.mean(0).norm()), rel=1e-5)
     assert record.total.minibatch_variance == pytest.approx(float(total.var(0).sum()), rel=1e-4)
     assert record.total.noise == pytest.approx(record.total.variance / float(total.var(0).sum()), rel=1e-4)
-    assert 1e-6 < record.total.noise < 0.1  # the masks of all draws are one
+    assert 1e-6 < record.total.noise < 0.1  # type: ignore[operator]  # the masks of all draws are one
 
 
 @INNER
@@ -110,7 +111,7 @@ def test_dropout_masks_are_the_same_in_every_draw(inner: str, monkeypatch: pytes
 def linear_model(rounding: str) -> tuple[nn.Module, torch.Tensor]:
     """The gradient is linear in what is saved: the activation between the layers."""
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)), torch.randn(256, 32)
-    options = {"adaptive": False, "rounding": rounding, "sample_batches": [x], "loss_fn": linear_loss}
+    options: dict[str, Any] = {"adaptive": False, "rounding": rounding, "sample_batches": [x], "loss_fn": linear_loss}
     return gact_fx.compile(model, budget_bits=2, inner="eager", **options), x
 
 
@@ -147,7 +148,7 @@ def test_a_bias_that_hides_in_the_noise_of_many_elements() -> None:
     """gelu(Q(x)) is biased, by less than the noise of a few draws, and yet for sure."""
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
     x = torch.randn(256, 32) * 2
-    options = {"adaptive": False, "rounding": "stochastic", "inner": "eager", "sample_batches": [x]}
+    options: dict[str, Any] = {"adaptive": False, "rounding": "stochastic", "inner": "eager", "sample_batches": [x]}
     gact_fx.compile(model, budget_bits=4, loss_fn=lambda m, b: m(b).square().sum(), **options)
     record = gact_fx.measure_gradient_error(model, [x], lambda m, b: m(b).square().sum(), draws=16)
     row = rows_of(record)["2.weight"]
@@ -209,6 +210,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_graph_breaks() -> None:
     """Also behind the tenth measurement, when Dynamo has reached its limit of recompilations of a frame."""
     broken, whole, x = Blocks(breaks=True), Blocks(breaks=False), torch.randn(128, 32)
@@ -236,7 +238,7 @@ def test_no_trace(fails: bool) -> None:
     gact_fx.compile(model, inner="eager", sample_batches=[mixed_batch(16)])
     model(*mixed_batch(16)).backward()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    grads = [(p.grad, p.grad.clone()) for p in model.parameters()]  # type: ignore[union-attr]
     noise, compiled, report = torch.get_rng_state(), model._compiled_call_impl, gact_fx.inspect(model)
     attributes, modes = dict(vars(model)), [module.training for module in model.modules()]
     calls = 0
@@ -244,7 +246,7 @@ def test_no_trace(fails: bool) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        model.mlp.train()
+        model.mlp.train()  # type: ignore[union-attr]
         if fails and calls == 5:  # in the second batch
             raise RuntimeError("no more\nand more")
         loss: torch.Tensor = model(*batch)
@@ -268,7 +270,7 @@ def test_no_trace(fails: bool) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
     for p, (grad, value) in zip(model.parameters(), grads, strict=True):
-        assert p.grad is grad and torch.equal(grad, value)
+        assert p.grad is grad and torch.equal(grad, value)  # type: ignore[arg-type]
     after = gact_fx.inspect(model)
     assert after.plan is report.plan
     assert [graph.forward for graph in after.graphs] == [graph.forward for graph in report.graphs]
@@ -294,7 +296,7 @@ def test_every_evaluation_starts_from_the_same_state() -> None:
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         seeds.append(torch.initial_seed())
-        model.scale.add_(1)
+        model.scale.add_(1)  # type: ignore[operator]
         loss: torch.Tensor = model(x)
         return loss
 
@@ -302,7 +304,7 @@ def test_every_evaluation_starts_from_the_same_state() -> None:
     assert len(set(seeds[:3])) == len(set(seeds[3:])) == 1 and seeds[0] != seeds[3]
     assert record.total.minibatch_variance == 0 and record.total.noise is None
     assert "not known where it does not vary" in str(record)
-    assert float(model.scale) == 1
+    assert float(model.scale) == 1  # type: ignore[arg-type]
     loss_fn(reference, x).backward()
     for row, wanted in zip(record.parameters, gradients(reference), strict=True):
         assert row.norm == pytest.approx(float(wanted.norm()), rel=1e-5)
@@ -328,7 +330,7 @@ def test_parameters_that_some_batches_do_not_reach() -> None:
     for layer, takes_a, share in (("a", True, 2 / 3), ("b", False, 1 / 3)):
         reference.zero_grad()
         reference(x, takes_a).backward()
-        square = float(reference.get_parameter(f"{layer}.weight").grad.square().sum())
+        square = float(reference.get_parameter(f"{layer}.weight").grad.square().sum())  # type: ignore[union-attr]
         row = rows[f"{layer}.weight"]
         assert row.norm == pytest.approx(share * square**0.5, rel=1e-5)
         # Of a value that is there in a share of three batches, unbiased.

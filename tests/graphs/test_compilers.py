@@ -17,7 +17,7 @@ def test_vector_instructions_are_looked_for_beside_profiling(
 ) -> None:
     from torch._inductor import cpu_vec_isa
 
-    calls = []
+    calls: list[None] = []
     look, threads = cpu_vec_isa.valid_vec_isa_list, []
 
     def watched() -> list[cpu_vec_isa.VecISA]:

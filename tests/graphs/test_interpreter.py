@@ -1,6 +1,7 @@
 """Graphs run operator by operator mean what Inductor, or PyTorch's own fused operators, make of them."""
 
 from operator import getitem
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_spelled_out_attention_is_the_fused_one(case: str) -> None:
     heads = 6 if case == "shared keys" else 3
     query = torch.randn(2, heads, 40, 16)
     key, value = torch.randn(2, 2, 3, 56 if case == "long keys" else 40, 16)
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if case == "mask":
         options["attn_mask"] = torch.randn(2, 3, 40, 40)
     elif case == "broadcast mask":

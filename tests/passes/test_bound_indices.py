@@ -83,7 +83,7 @@ def pooled(inner: str, trace: Trace) -> tuple[GraphPair, list[torch.Tensor], lis
     conv = nn.Conv2d(3, 8, 3, padding=1)
     x = torch.randn(4, 3, 16, 16)
     pair = trace(lambda x: F.max_pool2d(conv(x).tanh(), 2).square().sum(), x, inner=inner, recompute="auto")
-    tensors = {tuple(t.shape): t.detach() for t in (x, conv.weight, conv.bias)}
+    tensors = {tuple(t.shape): t.detach() for t in (x, conv.weight, conv.bias)}  # type: ignore[union-attr]
     inputs = [tensors[tuple(slot.meta["val"].shape)] for slot in pair.forward.graph.find_nodes(op="placeholder")]
     return pair, inputs, run(pair, inputs)
 

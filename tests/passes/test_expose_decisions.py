@@ -83,7 +83,7 @@ def test_every_value_is_the_same_on_edges(trace: Trace) -> None:
         (wanted,) = pair.backward(values, torch.ones_like(values))
         run_pass("expose_decisions", pair)
         (found,) = pair.backward(values, torch.ones_like(values))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
 
 
 def handmade(function: Function, x: torch.Tensor) -> GraphPair:
@@ -195,7 +195,8 @@ def test_relus_that_are_returned(inner: str) -> None:
     reference = copy.deepcopy(model)
     gact_fx.compile(model, inner=inner, budget_bits=8, min_elements=64)
     for _ in range(2):
-        found, exact = [], []
+        found: list[torch.Tensor] = []
+        exact: list[torch.Tensor] = []
         for network, into in ((model, found), (reference, exact)):
             y, z = network(x)
             (y.square().mean() + z.square().mean()).backward()

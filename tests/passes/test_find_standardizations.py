@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(16, 10)
         with torch.no_grad():
             self.first.weight *= torch.logspace(-1, 1, 16)[:, None, None, None]
-            self.first.bias += torch.linspace(-5, 5, 16)
-            self.norms[0].weight *= torch.linspace(-1, 2, 16)
-            self.norms[0].bias += torch.linspace(-1, 1, 16)
+            self.first.bias += torch.linspace(-5, 5, 16)  # type: ignore[operator]
+            self.norms[0].weight *= torch.linspace(-1, 2, 16)  # type: ignore[operator]
+            self.norms[0].bias += torch.linspace(-1, 1, 16)  # type: ignore[operator]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norms[0](self.first(x)))
@@ -38,9 +39,9 @@ def images(rows: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def noise(model: nn.Module, x: torch.Tensor, **options: object) -> gact_fx.GradientError:
+def noise(model: nn.Module, x: torch.Tensor, **options: Any) -> gact_fx.GradientError:
     torch.compiler.reset()
-    gact_fx.compile(model, sample_batches=[(x,)], adaptive=False, **options)  # type: ignore[arg-type]
+    gact_fx.compile(model, sample_batches=[(x,)], adaptive=False, **options)
     return gact_fx.measure_gradient_error(model, [(x,)], draws=32)
 
 

@@ -31,8 +31,8 @@ class Normed(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in self.convs)
         self.head = nn.Linear(width, 10)
         for norm in self.norms:
-            nn.init.uniform_(norm.weight, -1.5, 1.5)
-            nn.init.uniform_(norm.bias, -0.5, 0.5)
+            nn.init.uniform_(norm.weight, -1.5, 1.5)  # type: ignore[arg-type]
+            nn.init.uniform_(norm.bias, -0.5, 0.5)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for first in range(0, len(self.convs), 2):

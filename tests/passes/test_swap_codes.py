@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ FORCED = tuple(
 )
 
 
-def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
+def calls(module: fx.GraphModule, target: Callable[..., Any]) -> list[fx.Node]:
     return list(module.graph.find_nodes(op="call_function", target=target))
 
 
@@ -85,9 +86,9 @@ def test_they_are_asked_for_ahead_and_waited_for_right_before_their_use(trace: T
         asked = wait.args[0]
         if index < PREFETCH:
             head = [node.target for node in nodes if node.op != "placeholder"][:PREFETCH]
-            assert asked.target is fetch and head == [fetch] * PREFETCH and nodes.index(asked) < nodes.index(waits[0])
+            assert asked.target is fetch and head == [fetch] * PREFETCH and nodes.index(asked) < nodes.index(waits[0])  # type: ignore[union-attr]
         else:
-            assert asked.next is waits[index - PREFETCH]
+            assert asked.next is waits[index - PREFETCH]  # type: ignore[union-attr]
 
 
 def test_nothing_moves_on_other_devices(trace: Trace) -> None:
@@ -121,7 +122,7 @@ def test_verification_notices(trace: Trace, damage: str) -> None:
         reading.append(wait)
         message = f"{blob.name} is read before it has arrived"
     elif damage == "host":
-        reading.replace_input_with(blob, blob.args[0])
+        reading.replace_input_with(blob, blob.args[0])  # type: ignore[arg-type]
         message = "is read in host memory"
     else:
         with pair.backward.graph.inserting_after(wait):
@@ -137,7 +138,7 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor
     return gradients(model)
 
 
-def trained(model: nn.Module, batch: tuple[torch.Tensor, ...], **options: object) -> list[torch.Tensor]:
+def trained(model: nn.Module, batch: tuple[torch.Tensor, ...], **options: Any) -> list[torch.Tensor]:
     """The gradients of the second step, which runs the plan."""
     model = gact_fx.compile(model, min_elements=64, **options)
     for _ in range(2):
@@ -181,7 +182,7 @@ def test_on_the_cpu_it_does_nothing_and_says_so(caplog: pytest.LogCaptureFixture
 
 def test_the_backend_by_name_says_so_too(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = Mixed(), mixed_batch()
-    options = {"swap": True, "inner": "eager", "min_elements": 64}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"swap": True, "inner": "eager", "min_elements": 64}
     compiled: Callable[..., torch.Tensor] = torch.compile(model, backend="gact", options=options)
     with caplog.at_level(logging.WARNING, "gact_fx"):
         for _ in range(2):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gact_fx.codec.code import Code
@@ -46,7 +46,6 @@ FRACTIONS = st.floats(0, 1)
 
 
 @given(MENUS, FRACTIONS)
-@settings(max_examples=150, deadline=None)
 def test_within_the_budget_and_one_step_of_the_least_variance(menus: list[list[Choice]], fraction: float) -> None:
     everything = list(product(*menus))
     least, most = (f(map(nbytes, everything)) for f in (min, max))
@@ -59,7 +58,6 @@ def test_within_the_budget_and_one_step_of_the_least_variance(menus: list[list[C
 
 
 @given(MENUS, FRACTIONS)
-@settings(max_examples=150, deadline=None)
 def test_within_the_variance_and_one_step_of_the_fewest_bytes(menus: list[list[Choice]], fraction: float) -> None:
     everything = list(product(*menus))
     least, most = (f(map(variance, everything)) for f in (min, max))
@@ -72,7 +70,6 @@ def test_within_the_variance_and_one_step_of_the_fewest_bytes(menus: list[list[C
 
 
 @given(MENUS, FRACTIONS)
-@settings(max_examples=200, deadline=None)
 def test_each_is_at_least_as_good_as_the_other(menus: list[list[Choice]], fraction: float) -> None:
     cheapest, dearest = allocate_bits(menus, 0), fewest_bytes(menus, 0)
     by_bytes = allocate_bits(menus, nbytes(cheapest) + fraction * (nbytes(dearest) - nbytes(cheapest)))
@@ -83,7 +80,6 @@ def test_each_is_at_least_as_good_as_the_other(menus: list[list[Choice]], fracti
 
 
 @given(MENUS, FRACTIONS, FRACTIONS)
-@settings(max_examples=200, deadline=None)
 def test_a_higher_limit_is_never_worse(menus: list[list[Choice]], one: float, other: float) -> None:
     low, high = sorted((one, other))
     most = sum(max(choice.nbytes for choice in menu) for menu in menus)

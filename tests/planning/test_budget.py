@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from gact_fx.planning.list_choices import Item, list_choices
 from gact_fx.records import SavedTensor, Sensitivity
 
 GROUP, NUMEL = 256, 8192
-OPTIONS = {"group_size": GROUP}
+OPTIONS: dict[str, Any] = {"group_size": GROUP}
 
 
 def saved(name: str, owner: str = "nobody", dtype: torch.dtype = torch.float32, storage: int = 0) -> SavedTensor:
@@ -51,7 +52,7 @@ def nbytes(plan: Plan, of: GraphTensors) -> int:
 
 
 def least(of: GraphTensors) -> int:
-    return sum(int(blob_nbytes(t.numel, t.dtype, 1, GROUP, h.mask_numel)) for t, h in of.analysis.quantized())
+    return sum(int(blob_nbytes(t.numel, t.dtype, 1, GROUP, h.mask_numel)) for t, h in of.analysis.quantized())  # type: ignore[arg-type, misc]
 
 
 VALUES = (1.0, 10.0, 100.0, 1000.0)
@@ -133,7 +134,8 @@ def test_gradient_noise_needs_two_batches_or_one_that_can_be_halved() -> None:
 
 def test_gradient_noise_of_a_model() -> None:
     """Predicted from two batches; without sample batches from the first two training steps."""
-    (x, y), options = mixed_batch(16), {"inner": "eager", "max_gradient_noise": 0.05}
+    x, y = mixed_batch(16)
+    options: dict[str, Any] = {"inner": "eager", "max_gradient_noise": 0.05}
     batches = [(x, y), (x.flip(0) * 1.1, y)]
     model = gact_fx.compile(Mixed(), sample_batches=batches, **options)
     plan = gact_fx.inspect(model).plan

@@ -1,6 +1,7 @@
 """The adjoint's sensitivities against GACT's Algorithm 1, and against a case known in closed form."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ Values = dict[tuple[int, str], float]
 
 
 def record(
-    function: Callable[..., torch.Tensor], *batch: torch.Tensor, inner: str = "eager", **options: str
+    function: Callable[..., torch.Tensor], *batch: torch.Tensor, inner: str = "eager", **options: Any
 ) -> list[Step]:
     """One training step of ``function``, as profiling sees it."""
     recorder = Recorder(lambda steps, gradients: None)

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from conftest import Mixed, mixed_batch
@@ -9,9 +12,11 @@ from gact_fx.codec.code import step_variance
 from gact_fx.profiling.rounding_meter import REFERENCE
 
 
-def sensitivities(model: nn.Module, loss_fn: object, batch: object, **options: object) -> dict[str, float]:
+def sensitivities(
+    model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor], batch: object, **options: Any
+) -> dict[str, float]:
     gact_fx.compile(model, inner="eager", min_elements=64, sample_batches=[batch], loss_fn=loss_fn, **options)
-    loss_fn(model, batch).backward()  # type: ignore[operator]
+    loss_fn(model, batch).backward()
     return {row.op: row.sensitivity for row in gact_fx.inspect(model).rows if row.sensitivity is not None}
 
 
@@ -26,7 +31,7 @@ def test_a_linear_layer_has_the_sensitivity_that_theory_gives() -> None:
         for seed in range(32)
     ]
     # The saved tanh moves its own layer's weight gradient, and through tanh' the first layer's.
-    w = model[2].weight.detach()
+    w = model[2].weight.detach()  # type: ignore[operator]
 
     def gradient(value: torch.Tensor) -> torch.Tensor:
         before = (t @ w) * (1 - value**2)

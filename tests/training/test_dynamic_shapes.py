@@ -76,7 +76,12 @@ WARM_UP = [(8, 16), (20, 24), (5, 12), (1, 9)]
 
 @pytest.mark.parametrize(
     ("model", "graphs", "sampled"),
-    [(Cnn, 1, True), (Transformer, 1, True), (Transformer, 1, False), (Broken, 2, False)],
+    [
+        (Cnn, 1, True),
+        pytest.param(Transformer, 1, True, marks=pytest.mark.slow),
+        pytest.param(Transformer, 1, False, marks=pytest.mark.slow),
+        pytest.param(Broken, 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_compiled_after_warm_up(
     model: Callable[[], Any], graphs: int, sampled: bool, compilations: list[bool]
@@ -112,7 +117,7 @@ class Rows(nn.Module):
         self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(x)).mean(1)).square().mean()  # type: ignore[no-any-return]
+        return self.b(torch.tanh(self.a(x)).mean(1)).square().mean()
 
 
 def test_the_first_step_may_have_one_row(compilations: list[bool]) -> None:

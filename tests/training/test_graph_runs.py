@@ -1,5 +1,7 @@
 """Models of several graphs, and of graphs that run several times in a step: what they hold is planned and reported."""
 
+from typing import Any
+
 import pytest
 import torch
 from activation_bytes import activation_bytes
@@ -8,7 +10,7 @@ from torch import nn
 import gact_fx
 from gact_fx.training.session import ATTRIBUTE
 
-OPTIONS = {"inner": "eager", "min_elements": 64}
+OPTIONS: dict[str, Any] = {"inner": "eager", "min_elements": 64}
 WIDTH = 64
 
 
@@ -115,6 +117,7 @@ def test_stages_that_share_their_code_are_all_compressed() -> None:
     assert found == pytest.approx(gact_fx.inspect(model).bytes_after, rel=0.02)
 
 
+@pytest.mark.slow
 def test_planning_again_and_again() -> None:
     model = gact_fx.compile(stages(2), sample_batches=[(rows(),)], **OPTIONS)
     before = held(model, rows())

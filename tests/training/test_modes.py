@@ -109,7 +109,7 @@ def some_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def of_the_input(model: nn.Module) -> list[torch.Tensor]:
     x = X.clone().requires_grad_()
-    return [*gradients_of(model, model(x)[0].square().sum()), x.grad]
+    return [*gradients_of(model, model(x)[0].square().sum()), x.grad]  # type: ignore[list-item]
 
 
 def of_an_activation(model: nn.Module) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ class Spectral(nn.Module):
         self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(24, 64))
         self.outer = nn.Linear(64, 32)
         with torch.no_grad():
-            self.inner.parametrizations.weight.original.copy_(torch.randn(64, 24))
+            self.inner.parametrizations.weight.original.copy_(torch.randn(64, 24))  # type: ignore[operator, union-attr]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(torch.tanh(self.inner(x))).square().mean()
@@ -39,9 +39,9 @@ class Average(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(x)
-        scaled = hidden * self.scale.clone()
+        scaled = hidden * self.scale.clone()  # type: ignore[operator]
         with torch.no_grad():
-            self.scale.mul_(0.1).add_(hidden.detach() * 0.9)
+            self.scale.mul_(0.1).add_(hidden.detach() * 0.9)  # type: ignore[operator]
         return self.outer(torch.tanh(scaled)).square().mean()
 
 
@@ -50,9 +50,9 @@ class Exponent(Average):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(x)
-        scaled = hidden * torch.exp(self.scale)
+        scaled = hidden * torch.exp(self.scale)  # type: ignore[arg-type]
         with torch.no_grad():
-            self.scale.mul_(0.1).add_(hidden.detach() * 0.9)
+            self.scale.mul_(0.1).add_(hidden.detach() * 0.9)  # type: ignore[operator]
         return self.outer(torch.tanh(scaled)).square().mean()
 
 
@@ -81,12 +81,12 @@ class Codebook(nn.Module):
         self.register_buffer("book", torch.randn(64, 32) * 0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, book = self.inner(x), self.book.clone()
+        hidden, book = self.inner(x), self.book.clone()  # type: ignore[operator]
         scores = hidden @ book.t()
         nearest = scores.argmax(1)
         mixed = scores.softmax(-1) @ book + hidden + (book[nearest] - hidden).detach()
         with torch.no_grad():
-            self.book.mul_(0.5).add_(0.5 * F.one_hot(nearest, 64).float().t() @ hidden.detach())
+            self.book.mul_(0.5).add_(0.5 * F.one_hot(nearest, 64).float().t() @ hidden.detach())  # type: ignore[operator]
         return self.outer(torch.tanh(mixed)).square().mean() + (hidden - book[nearest]).square().mean()
 
 
@@ -145,7 +145,7 @@ def test_nothing_saved_is_written_to(trace: Trace, kind: type[nn.Module], inner:
     for value in pair.saved_values():
         source = value.source
         while source.target in (torch.ops.aten.permute.default, torch.ops.aten.t.default):
-            source = source.args[0]
+            source = source.args[0]  # type: ignore[assignment]
         assert source is not buffer
 
 

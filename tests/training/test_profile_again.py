@@ -27,7 +27,7 @@ def test_the_plan_follows_the_sensitivities(inner: str) -> None:
     for step in range(7):
         if step == 2:
             with torch.no_grad():
-                model.mlp[3].weight.mul_(100)
+                model.mlp[3].weight.mul_(100)  # type: ignore[operator]
         batch = mixed_batch(16)
         reference.load_state_dict(model.state_dict())
         model(*batch).backward()
@@ -99,6 +99,7 @@ def test_too_much_noise_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert "to the variance of the minibatch gradient, more than 10 %; budget_bits=" in caplog.text
 
 
+@pytest.mark.slow
 def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo then traces the model again with a varying batch size, which may cut it a little differently."""
     torch.manual_seed(0)
@@ -114,6 +115,7 @@ def test_profiled_on_few_rows_and_trained_on_many(caplog: pytest.LogCaptureFixtu
     assert len({row.bits for row in gact_fx.inspect(model).rows if row.encoding == "quantize"}) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_bound_on_the_noise_is_met_where_batches_vary_in_size(breaks: bool) -> None:
     """The gradients of the parameters compare whatever the batch; the variance is that of sample batches."""
@@ -173,7 +175,7 @@ class Relus(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.relu(layer(x)) * 1.4
-        return self.head(x).square().mean()  # type: ignore[no-any-return]
+        return self.head(x).square().mean()
 
 
 @pytest.mark.parametrize("form", ["module", "function"])
@@ -186,15 +188,15 @@ def test_profiling_again_on_the_same_weights_gives_the_same_sensitivities(
     model, x, compilations = Relus(), torch.randn(512, 64), []
     exact = torch.autograd.grad(model(x), list(model.parameters()))
     call = Backend.__call__
-    monkeypatch.setattr(Backend, "__call__", lambda self, *args: (compilations.append(1), call(self, *args))[1])
+    monkeypatch.setattr(Backend, "__call__", lambda self, *args: (compilations.append(1), call(self, *args))[1])  # type: ignore[func-returns-value]
     options = {"inner": inner, "min_elements": 64, "budget_bits": 1.5, "profile_every": 3}
     # A function finds the module in its closure.
     target = model if form == "module" else lambda x: model(x)
     compiled = gact_fx.compile(target, sample_batches=[x], **options)  # type: ignore[arg-type]
-    session = compiled._gact_fx_session  # type: ignore[union-attr]
+    session = compiled._gact_fx_session  # type: ignore[attr-defined]
     before, counts, errors = session.plan, [], []
     for _ in range(9):
-        compiled(x).backward()
+        compiled(x).backward()  # type: ignore[no-untyped-call]
         errors.append(relative_error(gradients(model), exact))
         counts.append(len(compilations))
     again = [profile.tensors().sensitivities for profile in session.profiles.values()]

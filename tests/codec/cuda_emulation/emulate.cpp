@@ -2,7 +2,7 @@
 #include <exception>
 #include <string>
 
-#include "../../csrc/kernels.h"
+#include "../../../csrc/kernels.h"
 #include "cuda_runtime.h"
 
 // csrc/cuda is compiled with -fsanitize=alignment and without its runtime library, for which this is: an access of 16
