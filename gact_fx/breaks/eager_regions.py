@@ -26,7 +26,7 @@ from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.codec.packed_tensors import Packed, is_expanded, pack_in, scale_of_mask
 from gact_fx.graphs.autograd_graph import saved_by
 from gact_fx.graphs.dynamo import is_forced_eager
-from gact_fx.graphs.hooks import hooks_are_forbidden, top_hooks
+from gact_fx.graphs.hooks import hooks_are_forbidden, refuses_hooks, top_hooks
 from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key, version
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.plan import slot_seed
@@ -36,8 +36,6 @@ log = logging.getLogger("gact_fx")
 _MAX_CALLS = 64
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
-# Of the error with which torch.func's transforms refuse to run beneath saved-tensor hooks.
-_REFUSAL = "support saved tensor hooks"
 
 
 class EagerRegions:
@@ -58,9 +56,11 @@ class EagerRegions:
         self._min_elements = min_elements
         self._owned = owned
         self._uses: dict[Hashable, Use] = {}
-        # Keeps alive the code objects whose addresses are part of places.
-        self._code_objects: dict[int, CodeType] = {}
+        # Numbers of call stacks, which take long to hash.
+        self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        # The present forward pass, and its outermost frame, which refers to it: the pass must not refer back.
         self._call: ForwardPass | None = None
+        self._frame: FrameType | None = None
         self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
@@ -86,12 +86,13 @@ class EagerRegions:
             if top_hooks() or hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
+            self._call = current = ForwardPass(inputs, self._owned)
+            self._frame = sys._getframe()
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
             except RuntimeError as error:
-                if _REFUSAL not in str(error):
+                if not refuses_hooks(error):
                     raise
                 self._is_off, self._passes, self._planned_passes = True, [], []
                 log.warning(
@@ -99,7 +100,7 @@ class EagerRegions:
                     "is saved there stays exact from now on; this forward pass was begun twice"
                 )
             finally:
-                self._call = None
+                self._call = self._frame = None
             if self._is_off:
                 return compiled(*args, **kwargs)
             self.shares_of_runs.update(current.graphs.shares_of_runs())
@@ -197,13 +198,12 @@ class EagerRegions:
 
     def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
-        stack: list[int] = []
+        stack = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(frame) != call.frame:
-            self._code_objects[id(frame.f_code)] = frame.f_code
-            stack += id(frame.f_code), frame.f_lasti
+        while frame is not None and frame is not self._frame:
+            stack.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
-        where = tuple(stack)
+        where = self._stacks.setdefault(tuple(stack), len(self._stacks))
         call.visits[where] += 1
         return where, call.visits[where], x.dtype, producer_of(x)
 

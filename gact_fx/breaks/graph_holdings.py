@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from gact_fx.plan import GraphPlan
 from gact_fx.records import KEEP, QUANTIZE, Eligibility, GraphAnalysis, SavedTensor
 
 # A graph, and the slot of a tensor that it saves.
-Slot = tuple[int, str]
+Slot = tuple[Hashable, str]
 
 
 class Storages:
@@ -68,7 +68,7 @@ class GraphHoldings:
 
 def noting_holdings(
     run: Compiled,
-    graph: int,
+    graph: Hashable,
     analysis: GraphAnalysis,
     plan: GraphPlan,
     current: Callable[[], GraphHoldings | None],

@@ -116,8 +116,8 @@ class Report:
     @classmethod
     def from_session(cls, session: Session) -> Report:
         """The report on the graphs that the session has compiled and training still runs."""
-        records = [record for record in session.records if session.run_counts.is_current(id(record))]
-        runs = [session.run_counts.runs(id(record)) for record in records]
+        records = [record for record in session.records if session.run_counts.is_current(record)]
+        runs = [session.run_counts.runs(record) for record in records]
         regions = session.eager_regions
         first = regions.shares_of_runs if regions is not None else {}
         rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i], first))
@@ -187,7 +187,7 @@ def _rows(
             kept.add(tensor.storage)
             after = tensor.storage_nbytes
         is_code = encoding == QUANTIZE and entry is not None
-        share_before, share_after = (first or {}).get((id(record), tensor.name), (1.0, 1.0))
+        share_before, share_after = (first or {}).get((record, tensor.name), (1.0, 1.0))
         if after and share_after == 0:
             reason = f"{reason}, {_SHARED}" if reason else _SHARED
         if entry is not None and bits is not None and how.masks:
