@@ -90,7 +90,8 @@ class Lifecycle:
         """What to run now. Dynamo must not trace the choice."""
         if not in_backward():
             self._before_call()
-        if self._running is None or not in_backward():
+            self._running = None
+        if self._running is None:
             self._running = self._compiled[self._state]
         return self._running
 

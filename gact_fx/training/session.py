@@ -254,10 +254,9 @@ class Session:
             taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
             config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
         plan = choose_plan(graphs, config, self.model, self.minibatch_variance)
-        before = self.plan
+        before, self._has_sample = self.plan, False
         if before is not None and not is_better(plan, before, graphs):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
-            self._has_sample = False
             return False
         # A given plan that was made anew may meet graphs that it does not know, like any other.
         self.plan_was_given = False
@@ -269,7 +268,7 @@ class Session:
         self.plan, self._has_sample = plan, False
         self.records, self.run_counts = [], RunCounts()
         if self.eager_regions is not None:
-            self.eager_regions.shares_of_runs.clear()
+            self.eager_regions.forget_shares()
         total = sum(len(graph.tensors) for graph in plan.graphs)
         log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
         if not total:
