@@ -73,9 +73,9 @@ def recorded_step(name: str) -> list[Step]:
     steps: list[Step] = []
     measure_as_usual = Session.measure
 
-    def keep(self: Session, found: Sequence[Step]) -> bool:
+    def keep(self: Session, found: Sequence[Step], bar: object = None) -> bool:
         steps.extend(found)
-        return measure_as_usual(self, found)
+        return measure_as_usual(self, found, bar)
 
     Session.measure = keep  # type: ignore[method-assign, assignment]
     try:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.diagnostics.report import Report
-from gact_fx.graphs.dynamo import Switch, compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
-from gact_fx.training.backend import Backend, Training, profiling_backend, uncompressed
-from gact_fx.training.ranks import Ranks, unwrapped, without_sync
+from gact_fx.training.backend import run_states
+from gact_fx.training.lifecycle import State
+from gact_fx.training.model import Target, is_copy, owned_by, session_of
+from gact_fx.training.ranks import Ranks, without_sync
 from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
-from gact_fx.training.session import ATTRIBUTE, Session, log
+from gact_fx.training.session import Session, log
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -69,35 +68,30 @@ def compile(
     name = _fingerprint(model)
     if plan is not None:
         _check_plan(plan, config, name)
-    session = Session(config, name, plan)
-    target = _Target(model, session)
-    ranks = Ranks(session, modules_of(model), target.use)
-    training = Training(session, target.compile, ranks.use)
-    if config.budget_bits is None:
-        target.use(target.compile(uncompressed(config.inner)))
-    elif plan is not None:
-        training.follow_plan()
-    elif sample_batches is None:
-        ranks.use(target.compile(profiling_backend(session)))
-    else:
-        _profile(model, target, session, sample_batches, loss_fn or default_loss)
+    regions = None
+    if config.budget_bits is not None:
+        regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
+    session = Session(config, name, plan, regions)
+    target = Target(model, session)
+    ranks = Ranks(session, modules_of(model))
+    samples = None
+    if sample_batches is not None and session.lifecycle.state is State.PROFILING:
+        samples = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
+    run_states(session, target.compile, ranks, samples)
+    target.install()
+    if samples is not None and sample_batches is not None:
+        try:
+            loss_fn = loss_fn or default_loss
+            reached = modules_of(model) + modules_of(loss_fn)
+            with unchanged(reached), without_sync(reached):
+                profile_batches(target.model, session, samples, sample_batches, loss_fn, target.uncompiled())
+        except BaseException as error:
+            target.restore()
+            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
+            raise
+    if config.budget_bits is not None:
+        session.lifecycle.before_calls(ranks.before_call)
     return cast(Model, target.model)
-
-
-def _profile(
-    model: Callable[..., Any], target: _Target, session: Session, batches: Iterable[Any], loss_fn: LossFunction
-) -> None:
-    """Measure and plan on ``batches``, which leaves the model as it was."""
-    recorder = Recorder(lambda steps, gradients: None, copies=lambda: session.is_sharded)
-    target.use(target.compile(Backend(session, interpreted=True, recorder=recorder)))
-    try:
-        reached = modules_of(model) + modules_of(loss_fn)
-        with unchanged(reached), without_sync(reached):
-            profile_batches(target.model, session, recorder, batches, loss_fn, target.uncompiled())
-    except BaseException as error:
-        target.restore()
-        log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
-        raise
 
 
 def inspect(model: Callable[..., Any]) -> Report:
@@ -106,100 +100,19 @@ def inspect(model: Callable[..., Any]) -> Report:
     Raises:
         ValueError: the model was not compiled by ``gact_fx.compile``.
     """
-    session = getattr(model, ATTRIBUTE, None)
-    if not isinstance(session, Session):
+    session = session_of(model)
+    if session is None:
         raise ValueError(
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
-    if isinstance(model, nn.Module) and not isinstance(compiled_call(unwrapped(model)), Switch):
+    if is_copy(model):
         note = (
             "this copy of a compiled model is not compiled: gact_fx.compile(copy, plan=gact_fx.inspect(copy).plan) "
             "has it run as the original does"
         )
         return Report((), (), session.plan, note)
     return Report.from_session(session)
-
-
-class _Target:
-    """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
-
-    def __init__(self, model: Any, session: Session) -> None:
-        self._original = unwrapped(model)
-        self._config = session.config
-        self._generation = 0
-        self._switch = Switch()
-        self.model: Any
-        if isinstance(model, nn.Module):
-            self.model = model
-            self._before = compiled_call(self._original)
-            self._session_before = getattr(model, ATTRIBUTE, None)
-        else:
-            self.model = _CompiledFunction(model)
-        config = session.config
-        session.eager_regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, self._owned)
-        self._regions = session.eager_regions if config.budget_bits is not None else None
-        # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
-        object.__setattr__(self.model, ATTRIBUTE, session)
-
-    def compile(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
-        """The model compiled with ``backend``, to be used now or later."""
-        self._generation += 1
-        function = self._original
-        if isinstance(self._original, nn.Module):
-            function = own_call(self._original)
-        options: dict[str, Any] = {"dynamic": self._config.dynamic, "fullgraph": self._config.fullgraph}
-        if isinstance(backend, str):
-            options["options"] = self._config.inductor_patches or None
-        return compile_apart(function, backend, generation=self._generation, **options)
-
-    def use(self, compiled: Callable[..., Any]) -> None:
-        """Have the model run ``compiled``, from its next call on."""
-        self._switch.use(compiled if self._regions is None else self._regions.around(compiled))
-        if isinstance(self._original, nn.Module):
-            set_compiled_call(self._original, self._switch)
-        else:
-            self.model.compiled = self._switch
-
-    def _owned(self) -> list[torch.Tensor]:
-        """Parameters and buffers, of a function's modules too."""
-        return [x for module in modules_of(self._original) for x in (*module.parameters(), *module.buffers())]
-
-    @contextlib.contextmanager
-    def uncompiled(self) -> Iterator[Any]:
-        """Within, the model runs as it was before compile()."""
-        if not isinstance(self._original, nn.Module):
-            yield self._original
-            return
-        # The module in DDP, not DDP: what is compared here is one rank's gradients.
-        compiled = compiled_call(self._original)
-        set_compiled_call(self._original, self._before)
-        try:
-            yield self._original
-        finally:
-            set_compiled_call(self._original, compiled)
-
-    def restore(self) -> None:
-        """The model as it was before compile()."""
-        if isinstance(self._original, nn.Module):
-            set_compiled_call(self._original, self._before)
-            if self._session_before is None:
-                object.__delattr__(self.model, ATTRIBUTE)
-            else:
-                object.__setattr__(self.model, ATTRIBUTE, self._session_before)
-
-
-class _CompiledFunction:
-    """A compiled plain callable, whose compiled form changes: from profiling to the plan, and with every new plan."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self.__doc__ = function.__doc__
-        self.compiled: Callable[..., Any] = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compiled(*args, **kwargs)
 
 
 def _fingerprint(model: object) -> str:

@@ -21,13 +21,13 @@ import torch
 
 from gact_fx.breaks.autograd_nodes import Treatment, Use, nodes_of, treatment
 from gact_fx.breaks.forward_pass import EagerTensor, ForwardPass, Held, Reads, producer_of
-from gact_fx.breaks.graph_holdings import GraphHoldings, Slot
+from gact_fx.breaks.graph_holdings import GraphHoldings, Holding
 from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.codec.packed_tensors import Packed, is_expanded, pack_in, scale_of_mask
 from gact_fx.graphs.autograd_graph import saved_by
 from gact_fx.graphs.dynamo import is_forced_eager
-from gact_fx.graphs.hooks import hooks_are_forbidden, top_hooks
+from gact_fx.graphs.hooks import hooks_are_forbidden, refuses_hooks, top_hooks
 from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key, version
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.plan import slot_seed
@@ -37,8 +37,6 @@ log = logging.getLogger("gact_fx")
 _MAX_CALLS = 64
 # What is mostly at its minimum loses less by stochastic rounding (design, section 4).
 _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "ThresholdBackward0")
-# Of the error with which torch.func's transforms refuse to run beneath saved-tensor hooks.
-_REFUSAL = "support saved tensor hooks"
 
 
 class EagerRegions:
@@ -59,16 +57,18 @@ class EagerRegions:
         self._min_elements = min_elements
         self._owned = owned
         self._uses: dict[Hashable, Use] = {}
-        # Keeps alive the code objects whose addresses are part of places.
-        self._code_objects: dict[int, CodeType] = {}
+        # Numbers of call stacks, which take long to hash.
+        self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        # The present forward pass, and its outermost frame, which refers to it: the pass must not refer back.
         self._call: ForwardPass | None = None
+        self._frame: FrameType | None = None
         self._is_off = False
         # Called from frames that Dynamo watches, which must not compile it.
         self._pack_hook = torch.compiler.disable(self._pack)
         self._pack_hook.pause = self._pause
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._read)
         # Of graphs' activations, in which share of the runs each was the first to be held, and to be stored.
-        self.shares_of_runs: dict[Slot, tuple[float, float]] = {}
+        self.shares_of_runs: dict[Holding, tuple[float, float]] = {}
         # Shape and dtype of what several graphs of one forward pass save.
         self._shared: set[tuple[torch.Size, torch.dtype]] = set()
         # The forward passes of the latest step, and of the latest that was not profiled.
@@ -87,12 +87,13 @@ class EagerRegions:
             if top_hooks() or hooks_are_forbidden() or is_forced_eager():
                 return compiled(*args, **kwargs)
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self._call = current = ForwardPass(id(sys._getframe()), inputs, self._owned)
+            self._call = current = ForwardPass(inputs, self._owned)
+            self._frame = sys._getframe()
             try:
                 with self._hooks:
                     result = compiled(*args, **kwargs)
             except RuntimeError as error:
-                if _REFUSAL not in str(error):
+                if not refuses_hooks(error):
                     raise
                 self._is_off, self._passes, self._planned_passes = True, [], []
                 log.warning(
@@ -100,7 +101,7 @@ class EagerRegions:
                     "is saved there stays exact from now on; this forward pass was begun twice"
                 )
             finally:
-                self._call = None
+                self._call = self._frame = None
             if self._is_off:
                 return compiled(*args, **kwargs)
             self.shares_of_runs.update(current.graphs.shares_of_runs())
@@ -119,6 +120,10 @@ class EagerRegions:
     def latest_planned(self) -> tuple[EagerTensor, ...]:
         """The same, of the latest step whose graphs ran a plan if any did."""
         return _saved_in(self._planned_passes or self._passes)
+
+    def forget_shares(self) -> None:
+        """Count anew who holds what first: there are other graphs now."""
+        self.shares_of_runs.clear()
 
     def holdings(self) -> GraphHoldings | None:
         """What the graphs of the present forward pass, which runs a plan, hold."""
@@ -198,13 +203,12 @@ class EagerRegions:
 
     def _place(self, x: torch.Tensor, call: ForwardPass) -> Hashable:
         """Identifies what saves ``x``, in this forward pass as in the next ones."""
-        stack: list[int] = []
+        stack = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(frame) != call.frame:
-            self._code_objects[id(frame.f_code)] = frame.f_code
-            stack += id(frame.f_code), frame.f_lasti
+        while frame is not None and frame is not self._frame:
+            stack.append((frame.f_code, frame.f_lasti))
             frame = frame.f_back
-        where = tuple(stack)
+        where = self._stacks.setdefault(tuple(stack), len(self._stacks))
         call.visits[where] += 1
         return where, call.visits[where], x.dtype, producer_of(x)
 

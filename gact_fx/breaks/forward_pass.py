@@ -88,13 +88,9 @@ class Held:
 
 
 class ForwardPass:
-    """One forward pass: its outermost frame, by its id, and what was saved in it.
+    """One forward pass, and what was saved in it."""
 
-    The frame itself would refer to this object, and be freed with all that it holds only when Python collects cycles.
-    """
-
-    def __init__(self, frame: int, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self.frame = frame
+    def __init__(self, inputs: list[torch.Tensor], owned: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.inputs = inputs
         self.reads = Reads()
         self.visits: Counter[Hashable] = Counter()
@@ -131,13 +127,13 @@ class ForwardPass:
     def records(self, uses: Mapping[Hashable, Use]) -> Iterator[EagerTensor]:
         """What was saved, and how; ``uses`` by place."""
         before = set(self.graphs.storages)
-        after = set(self.graphs.exact)
+        # Codes are told apart by their blobs, storages by their number.
+        after: set[torch.Tensor | int] = {*self.graphs.exact}
         for held in self.saved:
             code, storage = held.value, held.storage
             nbytes = 0 if storage in before else self.storages.sizes[storage]
             before.add(storage)
-            # Codes are told apart by their identity, storages by their number.
-            key = id(code) if isinstance(code, Packed) else storage
+            key = code.blob if isinstance(code, Packed) else storage
             is_new = key not in after
             after.add(key)
             use = uses.get(held.place) if held.place is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key
 from gact_fx.records import Boundary
 
 # A graph, and the slot of a tensor that it saves.
-Slot = tuple[int, str]
+Holding = tuple[Hashable, str]
 
 
 class Storages:
@@ -44,29 +44,30 @@ class GraphHoldings:
         self.storages: set[int] = set()
         self.exact: set[int] = set()
         self._numbers = storages
-        self._runs: Counter[Slot] = Counter()
-        self._first_before: Counter[Slot] = Counter()
-        self._first_after: Counter[Slot] = Counter()
+        self._runs: Counter[Holding] = Counter()
+        self._first_before: Counter[Holding] = Counter()
+        self._first_after: Counter[Holding] = Counter()
 
-    def add(self, slot: Slot, x: torch.Tensor, *, is_exact: bool) -> None:
-        """``slot`` holds ``x``, or codes of it."""
+    def add(self, holding: Holding, x: torch.Tensor, *, is_exact: bool) -> None:
+        """A graph holds ``x`` in a slot, or codes of it."""
         storage = self._numbers.number(x)
-        self._runs[slot] += 1
-        self._first_before[slot] += storage not in self.storages
-        self._first_after[slot] += not (is_exact and storage in self.exact)
+        self._runs[holding] += 1
+        self._first_before[holding] += storage not in self.storages
+        self._first_after[holding] += not (is_exact and storage in self.exact)
         self.storages.add(storage)
         if is_exact:
             self.exact.add(storage)
 
-    def shares_of_runs(self) -> Mapping[Slot, tuple[float, float]]:
+    def shares_of_runs(self) -> Mapping[Holding, tuple[float, float]]:
         """In which share of its runs a slot was the first to hold the activation's memory, and what is stored of it."""
         return {
-            slot: (self._first_before[slot] / runs, self._first_after[slot] / runs) for slot, runs in self._runs.items()
+            slot: (self._first_before[holding] / runs, self._first_after[holding] / runs)
+            for slot, runs in self._runs.items()
         }
 
 
 def noting_holdings(
-    run: Compiled, crossing: Sequence[tuple[Boundary, Slot, bool]], current: Callable[[], GraphHoldings | None]
+    run: Compiled, crossing: Sequence[tuple[Boundary, Holding, bool]], current: Callable[[], GraphHoldings | None]
 ) -> Compiled:
     """``run``, a forward graph, noting in ``current()`` the activations that it holds.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +12,19 @@ from torch import fx, nn
 
 from gact_fx.diagnostics.gradient_error import GradientError
 from gact_fx.diagnostics.gradient_moments import GradientMoments, total
-from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed
-from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call, without_recompile_limits
+from gact_fx.graphs.dynamo import compile_apart, own_call, without_recompile_limits
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.copy_for_replay import copy_for_replay
-from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Pass
-from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import Backend
+from gact_fx.training.model import running, session_of
 from gact_fx.training.rewrite import RewrittenGraph
-from gact_fx.training.sample_batches import LossFunction, _check_loss, default_loss, leaves_of, modules_of, unchanged
-from gact_fx.training.session import ATTRIBUTE, Session
+from gact_fx.training.sample_batches import LossFunction, check_loss, default_loss, leaves_of, modules_of, unchanged
+from gact_fx.training.session import Session
+from gact_fx.training.usage_error import UsageError
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
@@ -61,18 +60,17 @@ def measure_gradient_error(
     if not isinstance(draws, int) or isinstance(draws, bool) or draws < 2:
         raise ValueError(f"{_WHO}: draws must be a whole number of at least 2, got {draws!r}; a variance takes two")
     loss_fn = loss_fn or default_loss
-    twin = _Twin(session)
-    switch = _Switch(twin)
+    backend = _BothWays(session)
     sums = {name: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
     modules = [model, *modules_of(loss_fn)]
     count = 0
-    with unchanged(modules), _in_place(model, Backend(twin, interpreted=True, recorder=switch)):
+    with unchanged(modules), _in_place(model, backend):
         for count, batch in enumerate(_iterate(batches), start=1):
             seed = int(torch.randint(2**62, ()))
             losses = []
             for draw in range(draws + 1):
                 # Draw 0 is exact. Each batch draws other noise than the others, so that errors are independent.
-                switch.draw = (count - 1) * draws + draw if draw else 0
+                backend.draw = (count - 1) * draws + draw if draw else 0
                 with unchanged(modules):
                     torch.manual_seed(seed)
                     loss = _loss(loss_fn, model, batch, count - 1)
@@ -85,7 +83,7 @@ def measure_gradient_error(
                 entry.finish_batch()
     if not count:
         raise ValueError(f"{_WHO}: batches is empty, got no batch; give at least one")
-    if not switch.has_run:
+    if not backend.has_run:
         raise ValueError(
             f"{_WHO}: torch.compile captured no graph with a gradient, got nothing to measure; run with "
             'TORCH_LOGS="graph_breaks" to see why'
@@ -101,49 +99,30 @@ def _keeping_exact(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     return (*passes[: cut + 1], Pass("copy_for_replay", copy_for_replay, gives="exact"), *passes[cut + 1 :])
 
 
-class _Twin(Session):
-    """A session for the time of the measurement: rewrites by the plan, and keeps also what it rewrote."""
-
-    passes = _keeping_exact(PIPELINE)
+class _BothWays(Backend):
+    """Runs the session's graphs operator by operator: exact while ``draw`` is 0, and else compressed with the noise of
+    that number.
+    """
 
     def __init__(self, session: Session) -> None:
         # Fusing and swapping change no value; what runs here are the graphs before them.
-        super().__init__(replace(session.config, fuse="off", swap=False), session.model, session.plan)
-        self.plan_was_given = session.plan_was_given
-        self._exact: list[tuple[GraphPair, GraphPair]] = []
-
-    def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
-        graph = super().rewrite(joint)
-        assert graph.exact is not None
-        self._exact.append((graph.replayable, graph.exact))
-        return graph
-
-    def exact(self, rewritten: GraphPair) -> GraphPair:
-        """The graphs that ``rewritten`` was made of."""
-        return next(exact for pair, exact in self._exact if pair is rewritten)
-
-
-class _Switch(Recorder):
-    """Runs the graphs exactly while ``draw`` is 0, and else compressed with the noise of that number."""
-
-    def __init__(self, twin: _Twin) -> None:
-        super().__init__(lambda steps, gradients: None)
+        self._twin = session.twin(_keeping_exact(PIPELINE), fuse="off", swap=False)
+        super().__init__(self._twin, interpreted=True)
         self.draw = 0
         self.has_run = False
-        self._twin = twin
 
     @property
     def noise(self) -> int:
         """What the seeds are changed by: 62 bits, so that they stay within 63."""
         return self.draw * 0x9E3779B97F4A7C15 % 2**62
 
-    def forward(self, run: Compiled, key: int, pair: GraphPair) -> Compiled:
-        return self._either(self._twin.exact(pair).forward, pair.forward)
+    def rewrite(self, joint: JointGraph) -> RewrittenGraph:
+        return self._twin.rewrite(joint)
 
-    def backward(self, run: Compiled, key: int, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
-        return self._either(self._twin.exact(pair).backward, pair.backward, is_backward=True)
-
-    def _either(self, exact: fx.GraphModule, rewritten: fx.GraphModule, is_backward: bool = False) -> Compiled:
+    def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:
+        assert graph.exact is not None
+        pairs = graph.exact, graph.replayable
+        exact, rewritten = (pair.backward if is_backward else pair.forward for pair in pairs)
         # Both have the same inputs and outputs, in number and order: only what travels between them differs.
         run_exact, run_rewritten = GraphInterpreter(exact), _Reseeded(rewritten, self)
 
@@ -155,55 +134,49 @@ class _Switch(Recorder):
 
 
 class _Reseeded(GraphInterpreter):
-    """Runs a rewritten graph with the noise of ``switch``: the same in forward and backward, as dither must have it."""
+    """Runs a rewritten graph with the noise of ``source``: the same in forward and backward, as dither must have it."""
 
-    def __init__(self, module: fx.GraphModule, switch: _Switch) -> None:
+    def __init__(self, module: fx.GraphModule, source: _BothWays) -> None:
         super().__init__(module)
-        self._switch = switch
+        self._source = source
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = _SEEDS.get(target)
         if position is not None:
-            args = (*args[:position], args[position] ^ self._switch.noise, *args[position + 1 :])
+            args = (*args[:position], args[position] ^ self._source.noise, *args[position + 1 :])
         return super().call_function(target, args, kwargs)
 
 
 @contextmanager
 def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
     """``model`` compiled with ``backend``, and afterwards as it was: the running plan, its records, train and eval."""
-    before = compiled_call(model)
     modes = [(module, module.training) for module in model.modules()]
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
-    set_compiled_call(model, compile_apart(own_call(model), backend))
     try:
-        with (
-            torch.enable_grad(),
-            without_recompile_limits(),
-        ):
+        with running(model, compile_apart(own_call(model), backend)), torch.enable_grad(), without_recompile_limits():
             yield
     finally:
-        set_compiled_call(model, before)
         for module, is_training in modes:
             module.training = is_training
 
 
 def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Gradients of the model's parameters by name; leaves that are none of them are left out."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    leaves = [leaf for leaf in leaves_of(loss) if id(leaf) in names]
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    leaves = [leaf for leaf in leaves_of(loss) if leaf in names]
     # Not loss.backward(), which would write .grad.
     found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    return {names[id(leaf)]: gradient for leaf, gradient in zip(leaves, found, strict=True)}
+    return {names[leaf]: gradient for leaf, gradient in zip(leaves, found, strict=True)}
 
 
 # ---- What may be wrong ------------------------------------------------------------------------------------------
 
 
 def _session(model: object) -> Session:
-    session, kind = getattr(model, ATTRIBUTE, None), type(model).__name__
-    if not isinstance(session, Session):
+    session, kind = session_of(model), type(model).__name__
+    if session is None:
         raise ValueError(
             f"{_WHO}: model must be a module compiled by gact_fx.compile, got {kind}, which was not; "
             "call model = gact_fx.compile(model, sample_batches=...) first"
@@ -234,12 +207,12 @@ def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
 def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> torch.Tensor:
     try:
         loss = loss_fn(model, batch)
-        _check_loss(loss)
+        check_loss(loss)
     except Exception as error:
         # What Dynamo wraps says more than its wrapping.
         cause = getattr(error, "inner_exception", error)
         lines = str(cause).strip().splitlines() or [""]
-        if lines[0].startswith("gact_fx."):
+        if isinstance(cause, UsageError):
             # Checks that are shared with compile(), and name it.
             raise ValueError(f"{_WHO}: {lines[0].partition(': ')[2]}") from error
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from gact_fx.breaks.forward_pass import EagerTensor
-from gact_fx.breaks.graph_holdings import Slot
+from gact_fx.breaks.graph_holdings import Holding
 from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.diagnostics.report_table import Row, table_lines
 from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
@@ -80,8 +80,8 @@ class Report:
     @classmethod
     def from_session(cls, session: Session) -> Report:
         """The report on the graphs that the session has compiled and training still runs."""
-        records = [record for record in session.records if session.run_counts.is_current(id(record))]
-        runs = [session.run_counts.runs(id(record)) for record in records]
+        records = [record for record in session.graphs if session.run_counts.is_current(record)]
+        runs = [session.run_counts.runs(record) for record in records]
         regions = session.eager_regions
         first = regions.shares_of_runs if regions is not None else {}
         rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i], first))
@@ -99,16 +99,16 @@ def _note(session: Session) -> str:
             "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph, or "
             "compiled autograd ran backward; that needs sample_batches)"
         )
-    if not session.records:
+    if not session.graphs:
         return "a plan, and no graph compiled with it yet; run a training step"
-    if all(row.encoding == Keep.label for record in session.records for row in _rows(0, record, 1)):
+    if all(row.encoding == Keep.label for record in session.graphs for row in _rows(0, record, 1)):
         return "nothing to compress: the reasons are in the table"
     if session.run_counts.backward_is_unseen:
         return (
             "no backward pass of these graphs was seen (compiled autograd runs them itself): bytes are those of one "
             "run of each graph"
         )
-    slow = sorted({device for record in session.records for device in _devices(record)} - _compiled_devices())
+    slow = sorted({device for record in session.graphs for device in _devices(record)} - _compiled_devices())
     if slow:
         how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"
         return (
@@ -128,7 +128,7 @@ def _compiled_devices() -> set[str]:
 
 
 def _rows(
-    index: int, graph: RewrittenGraph, runs: int, first: Mapping[Slot, tuple[float, float]] | None = None
+    index: int, graph: RewrittenGraph, runs: int, first: Mapping[Holding, tuple[float, float]] | None = None
 ) -> Iterator[Row]:
     """``first``: in which share of the runs a slot was the first to hold an activation, and what is stored of it."""
     held: set[int] = set()
@@ -147,7 +147,7 @@ def _rows(
         elif is_counted(tensor) and tensor.storage not in kept:
             kept.add(tensor.storage)
             after = tensor.storage_nbytes
-        share_before, share_after = (first or {}).get((id(graph), tensor.name), (1.0, 1.0))
+        share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
         reasons = ["the planner found it worth its bytes" if entry is not None and code is None else how.reason]
         if after and share_after == 0:
             reasons.append(_SHARED)

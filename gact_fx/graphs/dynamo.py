@@ -110,30 +110,3 @@ def is_forced_eager() -> bool:
 def in_backward() -> bool:
     """Whether a backward pass calls this: checkpointing runs forward again within it."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-class Switch:
-    """A compiled model that is exchanged for another while it trains: with every plan, and to be profiled again.
-
-    The exchange waits for a call from outside of backward. What checkpointing around the model runs again in backward
-    has to save what it saved the first time.
-    """
-
-    def __init__(self) -> None:
-        self._running: Callable[..., Any] | None = None
-        self._next: Callable[..., Any] | None = None
-
-    def use(self, compiled: Callable[..., Any]) -> None:
-        """Run ``compiled`` from the next call on."""
-        self._next = compiled
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-    def current(self) -> Callable[..., Any]:
-        """What to run now. Dynamo must not trace the choice."""
-        if self._running is None or not in_backward():
-            self._running = self._next
-        assert self._running is not None
-        return self._running
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.current()(*args, **kwargs)

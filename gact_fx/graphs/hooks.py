@@ -1,14 +1,16 @@
 """Which saved-tensor hooks are active, and how ours are paused.
 
-Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, and
-``_saved_tensors_hooks_get_disabled_error_message``, which PyTorch's own ``disable_saved_tensors_hooks`` asks (public
-would be functions of ``torch.autograd.graph`` that say which hooks are active, and whether they may be set).
+Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, and what PyTorch's own
+``disable_saved_tensors_hooks`` calls, ``_saved_tensors_hooks_get_disabled_error_message`` and
+``_saved_tensors_hooks_disable`` (public would be functions of ``torch.autograd.graph`` that say which hooks are active,
+and whether they may be set).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,15 @@ def top_hooks() -> Any:
 def hooks_are_forbidden() -> bool:
     """Whether hooks cannot be set, as within ``torch.func.grad``."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether ``error`` comes from what cannot run beneath hooks, like torch.func's transforms, or Dynamo tracing them.
+
+    They call by name what disables hooks, and it raises where there are any.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and "_saved_tensors_hooks_disable" in frames[-1].f_code.co_names
 
 
 @contextlib.contextmanager

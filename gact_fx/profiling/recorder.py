@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Recorder:
         self._tape: Tape | None = None
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
-        self._waiting: dict[int, int] = {}
+        self._waiting: dict[Hashable, int] = {}
         self._has_gradients = False
         self._begun = 0
         self._stopped = False
@@ -74,7 +74,7 @@ class Recorder:
         """Record nothing any more."""
         self._tape, self._stopped = None, True
 
-    def forward(self, run: Compiled, key: int, pair: GraphPair) -> Compiled:
+    def forward(self, run: Compiled, key: Hashable, pair: GraphPair) -> Compiled:
         """``run``, the forward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
@@ -91,7 +91,7 @@ class Recorder:
 
         return boxed(call)
 
-    def backward(self, run: Compiled, key: int, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
+    def backward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the backward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
@@ -112,7 +112,7 @@ class Recorder:
 
         return boxed(call)
 
-    def _enter(self, key: int) -> None:
+    def _enter(self, key: Hashable) -> None:
         if self._every is None or self._stopped or not self._counts():
             return
         # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
@@ -131,7 +131,7 @@ class Recorder:
                 MAX_WAITING + 1, MAX_WAITING,
             )  # fmt: skip
 
-    def _leave(self, key: int) -> None:
+    def _leave(self, key: Hashable) -> None:
         self._waiting[key] = max(self._waiting.get(key, 0) - 1, 0)
         self._has_gradients = True
         if not any(self._waiting.values()):

@@ -96,7 +96,7 @@ class _Call:
     is not known.
     """
 
-    graph: int
+    graph: Hashable
     inputs: list[Any]
     outputs: list[Any]
     made: dict[int, Identity]
@@ -114,7 +114,7 @@ class Tape:
         self._calls: list[_Call] = []
         self._follows = follows
 
-    def record_forward(self, graph: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def record_forward(self, graph: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""
         waiting = [call for call in self._calls if call.graph == graph and call.step is None]
         if len(waiting) >= MAX_WAITING:
@@ -145,7 +145,7 @@ class Tape:
         return found
 
     def record_backward(
-        self, graph: int, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]
+        self, graph: Hashable, pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]
     ) -> list[Any]:
         """Attach a backward pass to the latest forward call of its graph that has none: autograd runs in reverse.
 
@@ -170,7 +170,7 @@ class Tape:
         """The graphs that ran backward, in forward's order."""
         calls = [call for call in self._calls if call.step is not None]
         places: dict[Any, Place] = {}
-        numbers: dict[int, int] = {}
+        numbers: dict[torch.Tensor, int] = {}
         steps = []
         for index, call in enumerate(calls):
             assert call.step is not None
@@ -183,8 +183,8 @@ class Tape:
                 elif source in places:
                     flows[output] = places[source]
                 elif isinstance(given, torch.Tensor) and given.is_leaf:
-                    # Numbers, and not ids: what is drawn by them is to be the same in every run.
-                    leaves[output] = numbers.setdefault(id(given), len(numbers))
+                    # By these numbers, the same in every run, something is drawn.
+                    leaves[output] = numbers.setdefault(given, len(numbers))
             steps.append(Step(pair, analysis, arguments, flows, detours, leaves))
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent

@@ -10,15 +10,18 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gact_fx.breaks.graph_holdings import Slot, noting_holdings
+from gact_fx.breaks.graph_holdings import Holding, noting_holdings
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, compile_pair, interpret_graph, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
-from gact_fx.graphs.dynamo import Switch, compile_apart, lookup_backend
+from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.records import Boundary
+from gact_fx.training.learner import Learner
+from gact_fx.training.lifecycle import State
+from gact_fx.training.ranks import Ranks
 from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.session import Session
 
@@ -39,31 +42,18 @@ class Backend:
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
         found: list[RewrittenGraph] = []
+        # What the recorder knows the graph by, also where it is cut in two more than once.
+        key = object()
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
             upstream = _upstream(module, example_inputs, session)
-            graph = JointGraph(joint, joint_inputs, upstream, **options)
-            found.append(session.rewrite(graph, profiling=self._interpreted))
+            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, **options)))
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
-            run = interpret_graph(graph) if self._interpreted else compile()
-            record = found[-1]
-            if not is_backward and (self._interpreted or session.config.inner == "eager"):
-                run = without_views(run, record.pair.num_user_outputs)
-            if not self._interpreted:
-                counted = session.run_counts.backward if is_backward else session.run_counts.forward
-                run = counted(run, id(record))
-                if session.eager_regions is not None and not is_backward:
-                    holdings = session.eager_regions.holdings
-                    run = noting_holdings(run, _crossing(record), holdings)
-            if self._recorder is None:
-                return run
-            if is_backward:
-                return self._recorder.backward(run, id(found), record.replayable, record.analysis)
-            return self._recorder.forward(run, id(found), record.replayable)
+            return self.watched(interpret_graph(graph) if self._interpreted else compile(), found[-1], key, is_backward)
 
-        config, key = session.config, session.cache_key()
+        config = session.config
         patches = config.inductor_patches
         if config.swap and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
             # What is fetched stays where it was put: Inductor counts host memory as memory of the device.
@@ -72,18 +62,37 @@ class Backend:
         with paused():
             run = compile_pair(
                 module, example_inputs, cut,
-                inner=config.inner, cache_key=key, patches=patches, interpret=watch,
+                inner=config.inner, cache_key=session.cache_key(), patches=patches, interpret=watch,
             )  # fmt: skip
         if session.eager_regions is not None:
             run = session.eager_regions.watch(run)
         return refuse_double_backward(outside_hooks(run))
 
+    def rewrite(self, joint: JointGraph) -> RewrittenGraph:
+        """The joint graph cut in two and rewritten."""
+        return self._session.rewrite(joint, profiling=self._interpreted)
 
-def _crossing(graph: RewrittenGraph) -> list[tuple[Boundary, Slot, bool]]:
+    def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:
+        """``run``, a rewritten graph, with all that watches it."""
+        session, recorder = self._session, self._recorder
+        if not is_backward and (self._interpreted or session.config.inner == "eager"):
+            run = without_views(run, graph.pair.num_user_outputs)
+        if not self._interpreted:
+            run = (session.run_counts.backward if is_backward else session.run_counts.forward)(run, graph)
+            if session.eager_regions is not None and not is_backward:
+                run = noting_holdings(run, _crossing(graph), session.eager_regions.holdings)
+        if recorder is None:
+            return run
+        if is_backward:
+            return recorder.backward(run, key, graph.replayable, graph.analysis)
+        return recorder.forward(run, key, graph.replayable)
+
+
+def _crossing(graph: RewrittenGraph) -> list[tuple[Boundary, Holding, bool]]:
     """The activations that others may hold as well: where, in which slot, and whether the graph holds them exactly."""
     entries = graph.plan.entries()
     return [
-        (tensor.boundary, (id(graph), tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
+        (tensor.boundary, (graph, tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
         for tensor, how in graph.analysis.pairs()
         if tensor.boundary is not None
     ]
@@ -94,55 +103,36 @@ def uncompressed(inner: str) -> str:
     return {"inductor": "inductor", "eager": "aot_eager"}[inner]
 
 
-def profiling_backend(session: Session) -> Backend:
-    """Profiles the first training steps, and then makes the session's plan."""
-    counts, copies = lambda: session.in_step, lambda: session.is_sharded
-    recorder = Recorder(session.learn_from, every=1, counts=counts, copies=copies)
-    session.on_plan.append(recorder.stop)
-    session.on_failure.append(recorder.stop)
-    return Backend(session, interpreted=True, recorder=recorder)
+def run_states(
+    session: Session,
+    compile: Callable[[Backend | str], Callable[..., Any]],
+    ranks: Ranks,
+    samples: Recorder | None = None,
+) -> None:
+    """Have the session's model run in every state what ``compile(backend)`` gives for the state's backend.
 
-
-class Training:
-    """Runs the session's plan, compiled anew for every plan, and profiles again where the configuration says so.
-
-    ``compile(backend)`` gives a compiled model, and ``use`` has training run it. The steps that are profiled again run
-    as the first one did: what the plan's codes give back lies on their grid, and says little about other codes.
+    The first steps of training are profiled, or where ``samples`` records them, sample batches. The steps that are
+    profiled again run as these did: what the plan's codes give back lies on their grid, and says little about others.
     """
+    every, lifecycle, learn = session.config.profile_every, session.lifecycle, Learner(session).learn_from
+    counts, copies = lambda: ranks.in_step, lambda: ranks.is_sharded
+    first = samples or Recorder(learn, every=1, counts=counts, copies=copies)
+    # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
+    again = Recorder(learn, max(every, 2), 2, lifecycle.profile_again, counts, copies) if every else None
 
-    def __init__(
-        self,
-        session: Session,
-        compile: Callable[[Backend | str], Callable[..., Any]],
-        use: Callable[[Callable[..., Any]], None],
-    ) -> None:
-        self._session = session
-        self._compile = compile
-        self._use = use
-        self._planned: Callable[..., Any] | None = None
-        self._profiled: Callable[..., Any] | None = None
-        self._is_profiling = False
-        every = session.config.profile_every
-        # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
-        counts, copies = lambda: session.in_step, lambda: session.is_sharded
-        self._recorder = Recorder(session.learn_from, max(every, 2), 2, self._switch, counts, copies) if every else None
-        session.on_plan.append(self.follow_plan)
-        session.on_failure.append(lambda: use(compile(uncompressed(session.config.inner))))
+    def compiled(state: State) -> Callable[..., Any]:
+        if state is State.PROFILING:
+            return compile(Backend(session, interpreted=True, recorder=first))
+        first.stop()
+        if state is State.PROFILING_AGAIN:
+            return compile(Backend(session, interpreted=True, recorder=again))
+        if state is State.PLANNED:
+            if again is not None:
+                again.restart()
+            return compile(Backend(session, recorder=again))
+        return compile(uncompressed(session.config.inner))
 
-    def follow_plan(self) -> None:
-        """Run the session's plan from now on."""
-        if self._recorder is not None:
-            self._recorder.restart()
-        self._planned = self._compile(Backend(self._session, recorder=self._recorder))
-        self._use(self._planned)
-
-    def _switch(self, profiling: bool) -> None:
-        if profiling == self._is_profiling or self._planned is None:
-            return
-        self._is_profiling = profiling
-        if profiling and self._profiled is None:
-            self._profiled = self._compile(Backend(self._session, interpreted=True, recorder=self._recorder))
-        self._use(self._profiled if profiling and self._profiled is not None else self._planned)
+    lifecycle.run(compiled)
 
 
 def gact(
@@ -170,14 +160,19 @@ def gact(
         return cast(Compiled, compiler(module, list(example_inputs), **changes))
     session = Session(config)
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
-    sampled = profiling_backend(session)(twin, example_inputs)
-    switch = Switch()
-    switch.use(sampled)
-    generations = count(1)
-    Training(session, lambda backend: compile_apart(module, backend, generation=next(generations)), switch.use)
+    generations = count(0)
+
+    def compile(backend: Backend | str) -> Callable[..., Any]:
+        generation = next(generations)
+        # The first one is compiled where Dynamo asks for it.
+        if isinstance(backend, Backend) and not generation:
+            return backend(twin, example_inputs)
+        return compile_apart(module, backend, generation=generation)
+
+    run_states(session, compile, Ranks(session, ()))
 
     def run(*arguments: Any) -> Any:
-        return switch.current()(*arguments)
+        return session.lifecycle.current()(*arguments)
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))

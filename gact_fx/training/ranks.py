@@ -11,73 +11,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from gact_fx.graphs.dynamo import Switch, active_ddp, in_backward
-from gact_fx.plan import Plan
-from gact_fx.planning.graph_profile import GraphProfile, merged
-from gact_fx.training.session import Session, log
+from gact_fx.graphs.dynamo import active_ddp
+from gact_fx.training.session import Sample, Session, log
 
 # Until it is said that other ranks are waited for, and until they are given up (PyTorch's own default for gloo).
 SECONDS_IN_SILENCE = 60.0
 TIMEOUT = timedelta(minutes=30)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with.
-
-    ``eager_nbytes``: what its eager regions hold for backward.
-    """
-
-    profiles: dict[str, GraphProfile]
-    eager_nbytes: int
-    minibatch_variance: float | None
-    max_gradient_noise: float | None
-    plan: Plan | None
-    has_failed: bool
-
-
 class Ranks:
-    """Runs a compiled model, and before a step in which an agreement is due, has the ranks agree.
+    """Has the ranks agree before a step of training in which an agreement is due.
 
-    ``modules`` are those that the model may consist of; ``use`` has the model run a function.
+    ``modules`` are those that the model may consist of. ``in_step``: whether what runs now counts as a step of
+    training; ``is_sharded``: whether parameters are there only while forward and backward read them.
     """
 
-    def __init__(
-        self, session: Session, modules: Sequence[nn.Module], use: Callable[[Callable[..., Any]], None]
-    ) -> None:
+    def __init__(self, session: Session, modules: Sequence[nn.Module]) -> None:
+        self.in_step = True
+        self.is_sharded = bool(_sharded(modules))
         self._session = session
         self._modules = modules
-        self._use = use
-        self._switch = Switch()
         self._group: dist.ProcessGroup | None = None
-        self._hooked: set[int] = set()
+        self._hooked: WeakSet[nn.Module] = WeakSet()
         # Since there is the present plan, with the present one.
         self._steps = 0
-        self._has_sample = False
         self._is_over = False
-        session.is_sharded = bool(_sharded(modules))
 
-    def use(self, compiled: Callable[..., Any]) -> None:
-        """Run ``compiled`` from the next call outside of backward on."""
-        self._switch.use(compiled)
-        self._use(self)
+    def before_call(self) -> None:
+        """Watch the DDP module that the model is or is in, or meet here where the model is sharded.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What checkpointing around the model runs again in backward is no step, and no place to meet.
-        if dist.is_available() and dist.is_initialized() and not in_backward():
-            self._find()
-        return self._switch(*args, **kwargs)
-
-    def _find(self) -> None:
-        """Watch the DDP module that the model is or is in, or meet here where the model is sharded."""
+        What checkpointing around the model runs again in backward is no step, and no place to meet.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return
         from torch.nn.parallel import DistributedDataParallel
 
         active = active_ddp()
@@ -85,23 +59,23 @@ class Ranks:
             if isinstance(module, DistributedDataParallel):
                 self._watch(module)
         sharded = _sharded(self._modules)
-        self._session.is_sharded |= bool(sharded)
+        self.is_sharded |= bool(sharded)
         if active is not None:
             self._watch(active)
         elif sharded and torch.is_grad_enabled():
             self._begin(lambda: _sharded_over(sharded[0]))
         elif self._hooked or self._group is not None:
             # A pass that the other ranks know nothing of; within DDP its hook says that it is a step after all.
-            self._session.in_step = False
+            self.in_step = False
 
     def _watch(self, ddp: Any) -> None:
-        if id(ddp) in self._hooked:
+        if ddp in self._hooked:
             return
-        self._hooked.add(id(ddp))
+        self._hooked.add(ddp)
 
         def begin(*ignored: Any) -> None:
-            self._session.in_step = torch.is_grad_enabled() and ddp.require_backward_grad_sync
-            if self._session.in_step:
+            self.in_step = torch.is_grad_enabled() and ddp.require_backward_grad_sync
+            if self.in_step:
                 self._begin(lambda: dist.get_process_group_ranks(ddp.process_group))
 
         ddp.register_forward_pre_hook(begin)
@@ -111,62 +85,31 @@ class Ranks:
     def _begin(self, ranks: Callable[[], list[int]]) -> None:
         """A step of training that all ``ranks`` begin."""
         session, is_first = self._session, self._group is None
-        session.in_step = True
+        self.in_step = True
         if self._group is None:
-            members = ranks()
-            self._group = dist.new_group(members, TIMEOUT, "gloo", use_local_synchronization=True)
-            session.on_sample = self._keep
-            session.on_plan.append(self._restart)
+            self._group = dist.new_group(ranks(), TIMEOUT, "gloo", use_local_synchronization=True)
         self._steps += 1
         every = session.config.profile_every
         is_due = session.plan is None or (every is not None and self._steps % max(every, 2) == 1)
         if is_first or (is_due and not self._is_over):
             self._meet(is_first)
 
-    def _keep(self) -> None:
-        self._has_sample = True
-
-    def _restart(self) -> None:
-        self._steps, self._has_sample = 1, False
-
     def _meet(self, is_first: bool) -> None:
         session = self._session
-        brings = is_first or self._has_sample
-        samples = self._gather(
-            Sample(
-                session.profiles if brings else {},
-                session.eager_nbytes(),
-                session.minibatch_variance,
-                session.config.max_gradient_noise,
-                session.plan if is_first else None,
-                session.has_failed,
-            )
-        )
+        samples = self._gather(session.sample(is_first))
         missing = [rank for rank, sample in enumerate(samples) if not sample.profiles]
         plans = [sample.plan for sample in samples if sample.plan is not None]
         if not missing:
-            self._plan_together(samples, is_first)
+            if session.plan_together(samples, is_first):
+                self._steps = 1
         elif plans:
             session.adopt(plans[0])
+            self._steps = 1
         elif any(sample.has_failed for sample in samples):
             self._is_over = True
-            session.give_up()
+            session.lifecycle.failed()
         elif len(missing) < len(samples):
             log.warning("rank %s could not profile its step; the next one is", ", ".join(map(str, missing)))
-
-    def _plan_together(self, samples: Sequence[Sample], is_first: bool) -> None:
-        session = self._session
-        variances = [s.minibatch_variance for s in samples if s.minibatch_variance is not None]
-        session.minibatch_variance = sum(variances) / len(variances) if variances else None
-        asked = next((s.max_gradient_noise for s in samples if s.max_gradient_noise is not None), None)
-        session.config = replace(session.config, max_gradient_noise=asked if variances else None)
-        session.profiles = merged([sample.profiles for sample in samples])
-        if is_first:
-            # Plans that the ranks made apart are nothing to compare with.
-            session.plan = None
-        # The budget has to do on the rank whose eager regions hold most.
-        session.make_plan(max(sample.eager_nbytes for sample in samples))
-        self._has_sample = False
 
     def _gather(self, mine: Sample) -> list[Sample]:
         """What all ranks bring, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 from gact_fx.graphs.compilers import Compiled, boxed
@@ -20,12 +21,12 @@ class RunCounts:
     def __init__(self) -> None:
         self._step = 0
         self._in_backward = False
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        self._latest: dict[int, int] = {}
-        self._last_step: dict[int, int] = {}
+        self._forwards: Counter[Hashable] = Counter()
+        self._backwards: Counter[Hashable] = Counter()
+        self._latest: dict[Hashable, int] = {}
+        self._last_step: dict[Hashable, int] = {}
 
-    def forward(self, run: Compiled, key: int) -> Compiled:
+    def forward(self, run: Compiled, key: Hashable) -> Compiled:
         """``run``, the forward graph ``key``, counted."""
 
         def call(arguments: list[Any]) -> Any:
@@ -40,7 +41,7 @@ class RunCounts:
 
         return boxed(call)
 
-    def backward(self, run: Compiled, key: int) -> Compiled:
+    def backward(self, run: Compiled, key: Hashable) -> Compiled:
         """``run``, the backward graph ``key``, counted."""
 
         def call(arguments: list[Any]) -> Any:
@@ -51,7 +52,7 @@ class RunCounts:
 
         return boxed(call)
 
-    def runs(self, key: int) -> int:
+    def runs(self, key: Hashable) -> int:
         """Runs in the latest step; before the first backward pass, runs so far; 1 where backward is out of sight."""
         return self._latest.get(key) or (0 if self.backward_is_unseen else self._forwards[key]) or 1
 
@@ -60,6 +61,6 @@ class RunCounts:
         """Whether graphs run forward time and again and never backward: compiled autograd does that without them."""
         return not self._latest and any(count > MAX_WAITING for count in self._forwards.values())
 
-    def is_current(self, key: int) -> bool:
+    def is_current(self, key: Hashable) -> bool:
         """Whether the graph belongs to the training steps of late."""
         return self._step - self._last_step.get(key, self._step) <= len(self._last_step)

@@ -18,9 +18,10 @@ from gact_fx.graphs.trees import tree_leaves, tree_map
 from gact_fx.profiling.gradients import are_finite, in_double, squared_norm
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.session import Session, log
+from gact_fx.training.usage_error import UsageError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-Gradients = dict[int, torch.Tensor]
+Gradients = dict[torch.Tensor, torch.Tensor]
 
 
 def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
@@ -40,7 +41,7 @@ def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
         return loss
     if isinstance(output, torch.Tensor):
         return output
-    raise ValueError(
+    raise UsageError(
         f"gact_fx.compile: the model returned {type(output).__name__} without a loss; pass loss_fn(model, batch), "
         "which returns a scalar"
     )
@@ -65,24 +66,21 @@ def profile_batches(
     count = 0
     noise = _Spread()
     with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
-        session.announce, session.progress = _bar_callbacks(bar)
         for count, batch in enumerate(_iterate(batches), start=1):
             recorder.start()
             try:
                 loss = loss_fn(model, batch)
-            except ValueError as error:
-                if str(error).startswith("gact_fx."):
-                    raise
-                raise _rejected(count - 1, error) from error
+            except UsageError:
+                raise
             except Exception as error:
                 raise _rejected(count - 1, error) from error
-            _check_loss(loss)
+            check_loss(loss)
             # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
             gradients = _gradients(loss)
             steps = recorder.take()
             if are_finite(gradients.values()):
                 noise.add(gradients)
-                session.measure(steps)
+                session.measure(steps, bar)
             else:
                 log.warning("sample batch %d has NaN or infinity in its gradients; it is left out", count - 1)
     if not count:
@@ -95,10 +93,10 @@ def profile_batches(
             "gact_fx.compile: the sample batches gave no finite gradient through a compiled graph; check the loss for "
             "NaN or infinity, and that torch.compile captures the model"
         )
-    session.minibatch_variance = noise.variance()
-    if session.minibatch_variance is None:
-        session.minibatch_variance = _variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
-    session.make_plan()
+    variance = noise.variance()
+    if variance is None:
+        variance = _variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
+    session.plan_from_batches(variance)
 
 
 class _Spread:
@@ -127,10 +125,10 @@ class _Spread:
 
 
 def _gradients(loss: torch.Tensor) -> Gradients:
-    """The leaves' gradients in double precision, by the leaves' identity: their order depends on the compiler."""
+    """The leaves' gradients in double precision, by leaf: their order depends on the compiler."""
     leaves = leaves_of(loss)
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return {id(leaf): in_double(g.detach()) for leaf, g in zip(leaves, found, strict=True) if g is not None}
+    return {leaf: in_double(g.detach()) for leaf, g in zip(leaves, found, strict=True) if g is not None}
 
 
 def _variance_by_halves(
@@ -198,25 +196,17 @@ def _rejected(index: int, error: Exception) -> ValueError:
     )
 
 
-def _check_loss(loss: object) -> None:
+def check_loss(loss: object) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
+        raise UsageError(
             f"gact_fx.compile: loss_fn must return a scalar tensor, got {found}; reduce it, for example by .mean()"
         )
     if not loss.requires_grad:
-        raise ValueError(
+        raise UsageError(
             "gact_fx.compile: the loss has no gradient; it must depend on parameters with requires_grad=True, outside "
             "torch.no_grad()"
         )
-
-
-def _bar_callbacks(bar: Any) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    def announce(count: int) -> None:
-        bar.total += count
-        bar.refresh()
-
-    return announce, lambda count: bar.update(count)
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

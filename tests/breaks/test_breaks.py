@@ -50,10 +50,10 @@ def recorded(model: nn.Module) -> list[Step]:
     """The step that was profiled."""
     found: list[list[Step]] = []
 
-    class Watched(gact_fx.training.session.Session):  # type: ignore[misc, name-defined]
-        def measure(self, steps):  # type: ignore[no-untyped-def]
+    class Watched(gact_fx.training.session.Session):
+        def measure(self, steps, bar=None):  # type: ignore[no-untyped-def]
             found.append(list(steps))
-            return super().measure(steps)
+            return super().measure(steps, bar)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gact_fx.api.Session", Watched)

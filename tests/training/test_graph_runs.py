@@ -8,7 +8,7 @@ from activation_bytes import activation_bytes
 from torch import nn
 
 import gact_fx
-from gact_fx.training.session import ATTRIBUTE
+from gact_fx.training.model import session_of
 
 OPTIONS: dict[str, Any] = {"inner": "eager", "min_elements": 64}
 WIDTH = 64
@@ -121,11 +121,10 @@ def test_stages_that_share_their_code_are_all_compressed() -> None:
 def test_planning_again_and_again() -> None:
     model = gact_fx.compile(stages(2), sample_batches=[(rows(),)], **OPTIONS)
     before = held(model, rows())
-    session = getattr(model, ATTRIBUTE)
+    session = session_of(model)
+    assert session is not None and session.plan is not None
     for _ in range(6):
-        session.records = []
-        for call in session.on_plan:  # as when the bits change
-            call()
+        session.adopt(session.plan)  # as when the bits change
         assert held(model, rows()) == before
 
 

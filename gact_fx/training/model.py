@@ -1,0 +1,109 @@
+"""A model as the caller holds it, whose calls run what its session says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
+from gact_fx.training.lifecycle import Lifecycle
+from gact_fx.training.ranks import unwrapped
+from gact_fx.training.sample_batches import modules_of
+from gact_fx.training.session import Session
+
+_ATTRIBUTE = "_gact_fx_session"
+
+
+def session_of(model: object) -> Session | None:
+    """The session of a compiled model, or of a copy of one; None for others."""
+    session = getattr(model, _ATTRIBUTE, None)
+    return session if isinstance(session, Session) else None
+
+
+def is_copy(model: object) -> bool:
+    """Whether a model with a session runs as if it had none: copies of modules keep what was planned, and no code."""
+    return isinstance(model, nn.Module) and not isinstance(compiled_call(unwrapped(model)), Lifecycle)
+
+
+@contextlib.contextmanager
+def running(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None]:
+    """Within, calls of ``module`` run ``call`` (None: its own code)."""
+    before = compiled_call(module)
+    set_compiled_call(module, call)
+    try:
+        yield
+    finally:
+        set_compiled_call(module, before)
+
+
+def owned_by(model: Callable[..., Any]) -> list[torch.Tensor]:
+    """Parameters and buffers, of a function's modules too."""
+    return [x for module in modules_of(unwrapped(model)) for x in (*module.parameters(), *module.buffers())]
+
+
+class Target:
+    """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
+
+    def __init__(self, model: Any, session: Session) -> None:
+        self._original = unwrapped(model)
+        self._session = session
+        self._generation = 0
+        self.model: Any
+        if isinstance(model, nn.Module):
+            self.model = model
+            self._before = compiled_call(self._original)
+            self._session_before = session_of(model)
+        else:
+            self.model = _CompiledFunction(model, session.lifecycle)
+
+    def install(self) -> None:
+        """Have the model run what its session says."""
+        if isinstance(self._original, nn.Module):
+            set_compiled_call(self._original, self._session.lifecycle)
+        # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
+        object.__setattr__(self.model, _ATTRIBUTE, self._session)
+
+    def compile(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
+        """The model compiled with ``backend``, with what is to be done for its eager regions."""
+        self._generation += 1
+        function = own_call(self._original) if isinstance(self._original, nn.Module) else self._original
+        config, regions = self._session.config, self._session.eager_regions
+        options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph}
+        if isinstance(backend, str):
+            options["options"] = config.inductor_patches or None
+        compiled = compile_apart(function, backend, generation=self._generation, **options)
+        return compiled if regions is None else regions.around(compiled)
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[Any]:
+        """Within, the model runs as it was before compile()."""
+        # The module in DDP, not DDP: what is compared here is one rank's gradients.
+        is_module = isinstance(self._original, nn.Module)
+        with running(self._original, self._before) if is_module else contextlib.nullcontext():
+            yield self._original
+
+    def restore(self) -> None:
+        """The model as it was before compile()."""
+        if isinstance(self._original, nn.Module):
+            set_compiled_call(self._original, self._before)
+            if self._session_before is None:
+                object.__delattr__(self.model, _ATTRIBUTE)
+            else:
+                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
+
+
+class _CompiledFunction:
+    """A compiled plain callable."""
+
+    def __init__(self, function: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__doc__ = function.__doc__
+        self._compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
