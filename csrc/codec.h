@@ -1,8 +1,8 @@
 // The codec's arithmetic, spelled out once for the CPU and the CUDA kernels.
 //
-// gact_fx/codec/arithmetic.py states the same arithmetic in PyTorch, and the tests hold the two together bit by bit. So the
-// order of the operations below is part of the storage format: compile with -ffp-contract=off (nvcc: --fmad=false) and
-// without fast-math.
+// gact_fx/codec/arithmetic.py states the same arithmetic in PyTorch, and the tests hold the two together bit by bit. So
+// the order of the operations below is part of the storage format: compile with -ffp-contract=off (nvcc: --fmad=false)
+// and without fast-math.
 #pragma once
 
 #include <cmath>
