@@ -61,8 +61,8 @@ class GraphHoldings:
     def shares_of_runs(self) -> Mapping[Holding, tuple[float, float]]:
         """In which share of its runs a slot was the first to hold the activation's memory, and what is stored of it."""
         return {
-            slot: (self._first_before[holding] / runs, self._first_after[holding] / runs)
-            for slot, runs in self._runs.items()
+            holding: (self._first_before[holding] / runs, self._first_after[holding] / runs)
+            for holding, runs in self._runs.items()
         }
 
 

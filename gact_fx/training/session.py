@@ -74,9 +74,7 @@ class Session:
 
     # Rewriting
 
-    def rewrite(
-        self, joint: JointGraph, passes: Sequence[Pass] = PIPELINE, *, profiling: bool = False
-    ) -> RewrittenGraph:
+    def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
         """Rewrite ``joint`` by the plan (or all at the profiling width), and keep it."""
         find_plan = self._profiling_plan if profiling else self._graph_plan
         context = Context(self.config, find_plan, is_profiling=profiling, keeps_text=not profiling)
