@@ -14,10 +14,10 @@ from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
-from gact_fx.training.model import Target, is_copy, owned_by, session_of
-from gact_fx.training.ranks import Ranks, without_sync
-from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
-from gact_fx.training.session import Session, log
+from gact_fx.training.model import Target, is_copy, left_alone, owned_by, session_of
+from gact_fx.training.ranks import Ranks
+from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches
+from gact_fx.training.session import Session
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -68,27 +68,17 @@ def compile(
     name = _fingerprint(model)
     if plan is not None:
         _check_plan(plan, config, name)
-    regions = None
-    if config.budget_bits is not None:
-        regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
-    session = Session(config, name, plan, regions)
-    target = Target(model, session)
-    ranks = Ranks(session, modules_of(model))
+    session = Session(config, name, plan, _eager_regions(model, config))
+    target, ranks = Target(model, session), Ranks(session, modules_of(model))
     samples = None
     if sample_batches is not None and session.lifecycle.state is State.PROFILING:
         samples = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
     run_states(session, target.compile, ranks, samples)
     target.install()
     if samples is not None and sample_batches is not None:
-        try:
-            loss_fn = loss_fn or default_loss
-            reached = modules_of(model) + modules_of(loss_fn)
-            with unchanged(reached), without_sync(reached):
-                profile_batches(target.model, session, samples, sample_batches, loss_fn, target.uncompiled())
-        except BaseException as error:
-            target.restore()
-            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
-            raise
+        loss = loss_fn or default_loss
+        with target.restored_on_failure(), left_alone(modules_of(model) + modules_of(loss)):
+            profile_batches(target.model, session, samples, sample_batches, loss, target.uncompiled())
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
     return cast(Model, target.model)
@@ -115,6 +105,12 @@ def inspect(model: Callable[..., Any]) -> Report:
     return Report.from_session(session)
 
 
+def _eager_regions(model: Callable[..., Any], config: Config) -> EagerRegions | None:
+    if config.budget_bits is None:
+        return None
+    return EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
+
+
 def _fingerprint(model: object) -> str:
     if not isinstance(model, nn.Module):
         return ""
@@ -134,9 +130,10 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
         )
     _check_budget(plan, config)
     # bfloat16 codes have neither groups nor dither.
-    tensors = [t for graph in plan.graphs for t in graph.tensors if t.bits is not None and t.bits <= 8]
+    tensors = (tensor for graph in plan.graphs for tensor in graph.tensors)
+    codes = [tensor.code for tensor in tensors if tensor.code is not None and tensor.code.bits <= 8]
     for option, anything in (("group_size", None), ("rounding", "auto")):
-        wanted, found = getattr(config, option), {getattr(tensor, option) for tensor in tensors}
+        wanted, found = getattr(config, option), {getattr(code, option) for code in codes}
         others = sorted(found - {wanted})
         if wanted != anything and others:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import Plan
+from gact_fx.codec.code import Code
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
@@ -65,12 +66,10 @@ def test_gradients_with_dropout_given_the_same_mask(inner: str) -> None:
 
 
 def reseeded(plan: Plan, seed: int) -> Plan:
-    graphs = [
-        replace(
-            graph, tensors=tuple(replace(t, seed=t.seed ^ (seed * 0x9E3779B97F4A7C15 % 2**62)) for t in graph.tensors)
-        )
-        for graph in plan.graphs
-    ]
+    def changed(code: Code | None) -> Code | None:
+        return code and replace(code, seed=code.seed ^ (seed * 0x9E3779B97F4A7C15 % 2**62))
+
+    graphs = (replace(g, tensors=tuple(replace(t, code=changed(t.code)) for t in g.tensors)) for g in plan.graphs)
     return replace(plan, graphs=tuple(graphs))
 
 

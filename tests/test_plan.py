@@ -153,7 +153,8 @@ def test_a_given_plan_that_was_made_anew_meets_an_unknown_graph() -> None:
     x = torch.randn(256, 64)
     options = {"loss_fn": lambda model, batch: model(*batch)}
     plan = session_plan(compiled(Branches(), sample_batches=[(x,)], **options))
-    graphs = tuple(replace(g, tensors=tuple(replace(t, bits=1) for t in g.tensors)) for g in plan.graphs)
+    narrow = [tuple(replace(t, code=t.code and replace(t.code, bits=1)) for t in g.tensors) for g in plan.graphs]
+    graphs = tuple(replace(g, tensors=tensors) for g, tensors in zip(plan.graphs, narrow, strict=True))
     given = replace(plan, graphs=graphs, variance=1e9)
     model = compiled(Branches(), plan=given, profile_every=2)
     for _ in range(6):

@@ -11,9 +11,9 @@ from torch import nn
 
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
-from gact_fx.training.ranks import unwrapped
-from gact_fx.training.sample_batches import modules_of
-from gact_fx.training.session import Session
+from gact_fx.training.ranks import unwrapped, without_sync
+from gact_fx.training.sample_batches import modules_of, unchanged
+from gact_fx.training.session import Session, log
 
 _ATTRIBUTE = "_gact_fx_session"
 
@@ -38,6 +38,13 @@ def running(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None
         yield
     finally:
         set_compiled_call(module, before)
+
+
+@contextlib.contextmanager
+def left_alone(modules: list[nn.Module]) -> Iterator[None]:
+    """Within, the modules may run without a trace: neither in themselves nor, for DDP, on other ranks."""
+    with unchanged(modules), without_sync(modules):
+        yield
 
 
 def owned_by(model: Callable[..., Any]) -> list[torch.Tensor]:
@@ -86,14 +93,20 @@ class Target:
         with running(self._original, self._before) if is_module else contextlib.nullcontext():
             yield self._original
 
-    def restore(self) -> None:
-        """The model as it was before compile()."""
-        if isinstance(self._original, nn.Module):
-            set_compiled_call(self._original, self._before)
-            if self._session_before is None:
-                object.__delattr__(self.model, _ATTRIBUTE)
-            else:
-                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
+    @contextlib.contextmanager
+    def restored_on_failure(self) -> Iterator[None]:
+        """An exception within leaves the model as it was before compile()."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(self._original, nn.Module):
+                set_compiled_call(self._original, self._before)
+                if self._session_before is None:
+                    object.__delattr__(self.model, _ATTRIBUTE)
+                else:
+                    object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
+            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
+            raise
 
 
 class _CompiledFunction:

@@ -14,6 +14,7 @@ from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
+from gact_fx.training.usage_error import UsageError
 
 log = logging.getLogger("gact_fx")
 # What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
@@ -22,7 +23,7 @@ PROFILE_BITS = 8
 
 @dataclass(frozen=True, eq=False)
 class RewrittenGraph:
-    """One rewritten graph pair, with what was found and decided.
+    """One rewritten graph pair, with what was found and decided; others know the graph by it.
 
     ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
     compiler. ``swapped`` are the slots whose blobs these move to host memory. ``exact`` are the graphs before anything
@@ -56,13 +57,13 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
     """The entry of ``plan`` for the graph that ``analysis`` is of, completed where the plan does not know it.
 
     Raises:
-        ValueError: the plan does not know the graph, and it ``must_fit``.
+        UsageError: the plan does not know the graph, and it ``must_fit``.
     """
     key = graph_fingerprint(analysis.saved)
     found = plan.graph(key) if plan is not None else None
     if found is None and plan is not None and analysis.quantized():
         if must_fit:
-            raise ValueError(
+            raise UsageError(
                 f"gact_fx.compile: the plan does not fit this model: {differences(plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
