@@ -170,6 +170,7 @@ def test_nothing_is_lost_of_a_relus_result(inner: str, rounding: str) -> None:
     assert all(bool((f[d] == 0).all()) for f, d in zip(found, dead, strict=True))
 
 
+@pytest.mark.slow
 def test_behind_batch_norm_the_stopped_come_back_as_their_mean() -> None:
     x = images()
     model = planned(Normed(), x, everything_merged, inner="inductor")
