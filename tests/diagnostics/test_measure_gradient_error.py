@@ -231,6 +231,7 @@ def test_graph_breaks() -> None:
         assert len(gact_fx.inspect(broken).rows) > rows  # training is not at the limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_trace(fails: bool) -> None:
     model = Mixed(dropout=0.2)

@@ -23,7 +23,10 @@ def codec_nodes(*modules: fx.GraphModule) -> list[fx.Node]:
     return [node for module in modules for node in module.graph.nodes if node.target in (compress, decompress)]
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("dither", marks=pytest.mark.slow), "nearest"])
+@pytest.mark.parametrize(
+    "rounding",
+    ["stochastic", pytest.param("dither", marks=pytest.mark.slow), pytest.param("nearest", marks=pytest.mark.slow)],
+)
 def test_bits_of_the_graphs(trace: Trace, rounding: str) -> None:
     model, (x, y) = Mixed(), mixed_batch()
     results: list[list[Any]] = []

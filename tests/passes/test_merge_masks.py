@@ -280,6 +280,7 @@ def test_what_is_not_centred_by_its_mean(inner: str) -> None:
 # ---- Figures ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("network", [Normed, Plain])
@@ -295,6 +296,7 @@ def test_the_predicted_variance_is_the_measured_one(network: type[nn.Module], bi
     assert found.bias_estimate**2 < 0.1 * found.variance
 
 
+@pytest.mark.slow
 def test_what_matters_is_not_lost() -> None:
     """The planner leaves the mask beside the codes where the stopped elements move the gradient."""
     x = images()
