@@ -11,11 +11,11 @@ demo: $(STAMP)
 
 # Minutes: every pass, both inner compilers, each kind of network, two processes, the kernels in every instruction set.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup -m "not slow"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
 # All parameters, figures of the README on real architectures, and every property on 10,000 examples.
 test-all: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadgroup --hypothesis-profile=whole
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile=whole
 
 check: $(STAMP)
 	$(BIN)/ruff check .

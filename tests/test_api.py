@@ -289,6 +289,7 @@ def test_fullgraph_as_in_torch_compile() -> None:
         gact_fx.compile(loss, inner="eager", fullgraph=True)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_bits", [None, 4])
 def test_options_reach_inductor(budget_bits: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where compression is off, too."""

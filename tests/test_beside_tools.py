@@ -85,6 +85,7 @@ def errors(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", list(CHECKPOINTS))
 def test_checkpointing_inside(how: str) -> None:
     model = Net(CHECKPOINTS[how])

@@ -179,7 +179,6 @@ def test_pair(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("pairs")  # that one worker has the processes
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "DDP" in pair], ids=" and ".join)
 def test_pair_with_ddp(ranks: list[dict[str, Any]], pair: tuple[str, str]) -> None:

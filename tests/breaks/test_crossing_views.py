@@ -99,6 +99,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("inside", [False, True])

@@ -178,6 +178,7 @@ def test_graph_by_graph_each_keeps_to_its_budget() -> None:
     assert held <= 2 * 8_000
 
 
+@pytest.mark.slow
 def test_convolutions_read_right_values_whatever_the_layout() -> None:
     model, batch = Convolutions(), torch.randn(4, 3, 20, 20).to(memory_format=torch.channels_last)
     exact, _ = trained(copy.deepcopy(model), batch)

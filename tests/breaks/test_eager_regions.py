@@ -271,6 +271,7 @@ def test_a_mask_that_is_also_multiplied_as_a_matrix() -> None:
         assert error([*train(ours, batch, 1), weight.grad], exact) < 0.02  # type: ignore[arg-type, list-item]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [torch.tan, torch.expm1, lambda x: x.square().add(1).sqrt()])
 def test_forward_without_backward_holds_nothing(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Nodes that save their own result, exactly."""

@@ -43,6 +43,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.gact_fx.decompress.default, (blob, x.shape, dtype, bits, 64))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_opcheck_without_extension() -> None:
     run_tests_with({"GACT_FX_NO_EXT": "1"}, f"{__file__}::test_opcheck", f"{__file__}::test_reference_serves")

@@ -26,7 +26,6 @@ GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 GUARD = 64  # bytes around what a kernel writes
 UNTOUCHED = 0xA5
-pytestmark = pytest.mark.xdist_group("emulation")  # that one worker compiles it
 
 
 class Emulation:

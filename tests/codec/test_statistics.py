@@ -187,6 +187,7 @@ def seeds_of(kind: str, dtype: torch.dtype, bits: int) -> range:
 # ---- Bias and variance -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mean_error_is_zero_and_variance_that_of_theory(kind: str, rounding: str) -> None:

@@ -231,6 +231,7 @@ def test_graph_breaks() -> None:
         assert len(gact_fx.inspect(broken).rows) > rows  # training is not at the limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_trace(fails: bool) -> None:
     model = Mixed(dropout=0.2)
@@ -338,6 +339,7 @@ def test_parameters_that_some_batches_do_not_reach() -> None:
         assert row.variance > 0 and row.bias < 0.1 * row.norm
 
 
+@pytest.mark.slow
 def test_what_is_printed() -> None:
     model = gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch(16)])
     record = gact_fx.measure_gradient_error(model, batches(2), draws=3)

@@ -64,6 +64,7 @@ def test_full_recomputation_holds_less_and_keeps_the_gradient(inner: str) -> Non
     assert held["full"] < 0.85 * held["auto"]
 
 
+@pytest.mark.slow
 def test_a_budget_in_bytes_is_kept() -> None:
     model, batch = Mixed(), mixed_batch(32)
     gact_fx.compile(model, inner="eager", sample_batches=[batch])

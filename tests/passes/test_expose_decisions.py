@@ -154,6 +154,7 @@ PIECEWISE_LINEAR: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIECEWISE_LINEAR)
 @INNER
 def test_recomputed_from_rounded_values_it_is_unbiased(trace: Trace, inner: str, name: str) -> None:

@@ -106,7 +106,7 @@ class Stepped(nn.Module):
         return (self.step(y) * self.right(x)).square().mean() + y.sin().square().mean()
 
 
-@pytest.mark.parametrize("recompute", ["auto", "off"])
+@pytest.mark.parametrize("recompute", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", STEPS)
 def test_no_step_is_taken_from_rounded_values(name: str, recompute: str) -> None:
     model, reference, x = Stepped(STEPS[name]), Stepped(STEPS[name]), torch.randn(64, 32)

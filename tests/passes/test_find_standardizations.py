@@ -60,6 +60,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(module, "find_standardizations", nothing)
 
 
+@pytest.mark.slow
 @INNER
 def test_the_noise_falls_and_no_bias_comes(inner: str, plainly: Callable[[], None]) -> None:
     model = ConvNet()

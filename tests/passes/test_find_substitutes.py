@@ -183,6 +183,7 @@ class Masked(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.parametrize("recompute", ["auto", "off"])
 @pytest.mark.parametrize("kind", ["padded", "segments"])

@@ -23,7 +23,10 @@ def codec_nodes(*modules: fx.GraphModule) -> list[fx.Node]:
     return [node for module in modules for node in module.graph.nodes if node.target in (compress, decompress)]
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "dither", "nearest"])
+@pytest.mark.parametrize(
+    "rounding",
+    ["stochastic", pytest.param("dither", marks=pytest.mark.slow), pytest.param("nearest", marks=pytest.mark.slow)],
+)
 def test_bits_of_the_graphs(trace: Trace, rounding: str) -> None:
     model, (x, y) = Mixed(), mixed_batch()
     results: list[list[Any]] = []
@@ -91,6 +94,7 @@ def test_empty_tensors(dtype: torch.dtype) -> None:
     assert reference.decompress_whole(blob, (0, 3), dtype, 1, 256).shape == (0, 3)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     torch.manual_seed(0)
     model, plain = Small(), Small()

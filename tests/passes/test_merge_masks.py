@@ -170,6 +170,7 @@ def test_nothing_is_lost_of_a_relus_result(inner: str, rounding: str) -> None:
     assert all(bool((f[d] == 0).all()) for f, d in zip(found, dead, strict=True))
 
 
+@pytest.mark.slow
 def test_behind_batch_norm_the_stopped_come_back_as_their_mean() -> None:
     x = images()
     model = planned(Normed(), x, everything_merged, inner="inductor")
@@ -279,6 +280,7 @@ def test_what_is_not_centred_by_its_mean(inner: str) -> None:
 # ---- Figures ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("network", [Normed, Plain])
@@ -294,6 +296,7 @@ def test_the_predicted_variance_is_the_measured_one(network: type[nn.Module], bi
     assert found.bias_estimate**2 < 0.1 * found.variance
 
 
+@pytest.mark.slow
 def test_what_matters_is_not_lost() -> None:
     """The planner leaves the mask beside the codes where the stopped elements move the gradient."""
     x = images()

@@ -26,10 +26,7 @@ from gact_fx.records import Sensitivity
 from gact_fx.training.ranks import Ranks
 from gact_fx.training.session import Session
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-    pytest.mark.xdist_group("ranks"),  # that one worker has the processes
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 OPTIONS: dict[str, Any] = {"inner": "eager", "budget_bits": 6, "min_elements": 64}
 
 

@@ -90,6 +90,7 @@ class Codebook(nn.Module):
         return self.outer(torch.tanh(mixed)).square().mean() + (hidden - book[nearest]).square().mean()
 
 
+@pytest.mark.slow
 @INNER
 @RECOMPUTE
 @pytest.mark.parametrize("kind", [Spectral, Average, Exponent, Codebook, Rescaled])

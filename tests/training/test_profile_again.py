@@ -54,6 +54,7 @@ def test_a_plan_that_would_be_the_same_is_not_compiled_again() -> None:
     assert all(a.backward is b.backward for a, b in zip(gact_fx.inspect(model).graphs, graphs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_bound_on_the_noise_is_met(sampled: bool) -> None:
     torch.manual_seed(0)
