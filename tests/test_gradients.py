@@ -194,7 +194,7 @@ def test_gradients_by_rounding_and_dtype(inner: str, rounding: str, dtype: torch
     assert report.plan is not None
     tensors = [tensor for graph in report.plan.graphs for tensor in graph.tensors]
     # bfloat16 knows no dither.
-    assert {tensor.rounding for tensor in tensors if tensor.bits is not None and tensor.bits <= 8} == {rounding}
+    assert {t.code.rounding for t in tensors if t.code is not None and t.code.bits <= 8} == {rounding}
     assert any(row.encoding == "quantize" and row.dtype == str(dtype).split(".")[1] for row in report.rows)
     limit = 0.03 if dtype == torch.bfloat16 else 0.01
     assert relative_error(gradients(model), gradients(reference)) < limit

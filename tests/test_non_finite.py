@@ -112,8 +112,8 @@ def test_one_batch_with_a_mask_gives_a_variance() -> None:
 
 def test_complex_gradients_vary_in_their_imaginary_parts_too() -> None:
     rows = [torch.randn(5, dtype=torch.complex64) for _ in range(4)]
-    spread = _Spread()
+    spread, leaf = _Spread(), torch.zeros(())
     for row in rows:
-        spread.add({0: row.to(torch.complex128)})
+        spread.add({leaf: row.to(torch.complex128)})
     wanted = sum(part.double().var(0).sum() for part in torch.view_as_real(torch.stack(rows)).unbind(-1))
     assert spread.variance() == pytest.approx(float(wanted))

@@ -12,6 +12,7 @@ from gact_fx.config import Config
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
+from gact_fx.training.session import Session
 
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 
@@ -50,7 +51,7 @@ def recorded(model: nn.Module) -> list[Step]:
     """The step that was profiled."""
     found: list[list[Step]] = []
 
-    class Watched(gact_fx.training.session.Session):
+    class Watched(Session):
         def measure(self, steps, bar=None):  # type: ignore[no-untyped-def]
             found.append(list(steps))
             return super().measure(steps, bar)

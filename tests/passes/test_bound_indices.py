@@ -14,6 +14,7 @@ import gact_fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.passes.bound_indices import IndexRange, index_limit, index_range
+from gact_fx.passes.encodings import Pack
 from gact_fx.plan import GraphPlan, TensorPlan
 
 aten = torch.ops.aten
@@ -101,7 +102,7 @@ def run(pair: GraphPair, inputs: list[torch.Tensor]) -> list[Any]:
 def test_packed_indices_are_exact(trace: Trace, inner: str, dtype: torch.dtype, bits: int) -> None:
     pair, inputs, wanted = pooled(inner, trace)
     analysis = analyze(pair)
-    (found,) = [(t, how) for t, how in zip(analysis.saved, analysis.encodings, strict=True) if how.label == "pack"]
+    (found,) = [(t, how) for t, how in analysis.pairs() if isinstance(how, Pack)]
     assert (found[0].dtype, found[1].width) == (dtype, bits)
     # Everything else stays as it is.
     entries = tuple(TensorPlan(t.key, None) for t, _ in analysis.quantized())

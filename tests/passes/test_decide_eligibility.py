@@ -69,7 +69,7 @@ def test_memory_order_follows_the_strides(trace: Trace) -> None:
     conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     analysis = analyze(trace(lambda x: conv(x).tanh().sum(), x))
-    orders = [d.order for t, d in zip(analysis.saved, analysis.encodings, strict=True) if t.op == "aten.tanh"]
+    orders = [how.order for tensor, how in analysis.quantized() if tensor.op == "aten.tanh"]
     assert orders == [(0, 2, 3, 1)]
 
 

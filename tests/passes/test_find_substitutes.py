@@ -16,8 +16,7 @@ def stored_as(pair: GraphPair) -> set[tuple[str, str]]:
     """Operator that made a saved tensor → operator whose result is stored in its place."""
     targets = {node.name: str(node.target) for node in pair.backward.graph.nodes}
     analysis = analyze(pair)
-    pairs = zip(analysis.saved, analysis.encodings, strict=True)
-    return {(t.op, targets[how.instead]) for t, how in pairs if how.instead}
+    return {(t.op, targets[how.instead]) for t, how in analysis.quantized() if how.instead}
 
 
 def test_the_derivative_of_gelu_is_stored(trace: Trace) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
+from gact_fx.codec.code import Code
 from gact_fx.passes.encodings import Quantize
 from gact_fx.plan import TensorPlan
 
@@ -98,7 +99,8 @@ def merged(plan: gact_fx.Plan | None) -> list[TensorPlan]:
 
 def everything_merged(entry: TensorPlan) -> TensorPlan:
     """8 bits; entries whose codes can tell no mask do not fit, and get the width of the budget."""
-    return replace(entry, bits=8, merged=True)
+    code = Code(8) if entry.code is None else replace(entry.code, bits=8)
+    return replace(entry, code=code, merged=True)
 
 
 def exact_gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -160,7 +162,12 @@ def test_other_decisions_are_not_merged(trace: Trace, function: Callable[[torch.
 @INNER
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 def test_nothing_is_lost_of_a_relus_result(inner: str, rounding: str) -> None:
-    model = planned(Plain(), ROWS, lambda t: replace(everything_merged(t), rounding=rounding), inner=inner)
+    def chosen(entry: TensorPlan) -> TensorPlan:
+        found = everything_merged(entry)
+        assert found.code is not None
+        return replace(found, code=replace(found.code, rounding=rounding))
+
+    model = planned(Plain(), ROWS, chosen, inner=inner)
     model(ROWS).backward()
     assert sum("merged" in row.reason for row in gact_fx.inspect(model).rows) >= 3
     found = gradients(model)

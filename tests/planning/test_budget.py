@@ -187,7 +187,7 @@ def test_a_plan_is_compared_to_the_one_before_by_what_was_measured() -> None:
     config = Config(budget_bits=2.0, **OPTIONS)
     plan = choose_plan([tensors], config, "m", None)
     entries = plan.graphs[0].tensors
-    worse = (*entries[:-1], replace(entries[-1], bits=1))
+    worse = (*entries[:-1], replace(entries[-1], code=Code(1)))
     before = replace(plan, graphs=(replace(plan.graphs[0], tensors=worse),))
     assert is_better(plan, before, [tensors])
     assert not is_better(before, plan, [tensors]) and not is_better(plan, plan, [tensors])
@@ -201,10 +201,11 @@ def test_unmeasured_variances_are_not_claimed() -> None:
 def test_not_adaptive_is_one_width() -> None:
     tensors = graph(*VALUES, exact=True)
     first, *rest = tensors.analysis.encodings
+    assert isinstance(first, Quantize)
     analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, min_bits=6), *rest))
     plan = choose_plan([replace(tensors, analysis=analysis)], Config(budget_bits=3, adaptive=False), "m", None)
-    found = [(entry.bits, entry.rounding, entry.group_size) for entry in plan.graphs[0].tensors]
-    assert found == [(6, "stochastic", 256), *[(3, "stochastic", 256)] * 3]
+    found = [replace(entry.code, seed=0) for entry in plan.graphs[0].tensors if entry.code is not None]
+    assert found == [Code(6, "stochastic", 256), *[Code(3, "stochastic", 256)] * 3]
 
 
 def test_two_graphs_share_one_budget() -> None:

@@ -11,6 +11,7 @@ from test_recompute_attention import Attention
 from torch import nn
 from torch.nn import functional as F
 
+from gact_fx.codec.code import Code
 from gact_fx.config import Config
 from gact_fx.profiling.measure_adjoint import measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
@@ -281,4 +282,4 @@ def test_a_linear_layer_in_closed_form() -> None:
     spread = float((weights * (groups.amax(1) - groups.amin(1)).square()).sum())
     variances = meter.result((256,)).variances
     for bits in (1, 4, 8):
-        assert variances[bits, "dither", 256] == pytest.approx(spread / 12 / (2**bits - 1) ** 2, rel=0.01)
+        assert variances[Code(bits, "dither", 256)] == pytest.approx(spread / 12 / (2**bits - 1) ** 2, rel=0.01)

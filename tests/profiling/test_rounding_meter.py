@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gact_fx import ops
-from gact_fx.codec.code import Code
+from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.passes.merge_masks import Stopped
-from gact_fx.profiling.rounding_meter import WIDTHS, RoundingMeter
+from gact_fx.profiling.rounding_meter import RoundingMeter
 
 DRAWS = 200
 GROUPS = (64, 256)

@@ -1,7 +1,7 @@
 """Exceptions while a model is profiled: it trains on, uncompressed or with the plan it has, and the log says which."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ from conftest import gradients, relative_error
 from torch import nn
 
 import gact_fx
+from gact_fx.profiling.tape import Step
+from gact_fx.training.model import session_of
 from gact_fx.training.session import Session
 
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
@@ -125,8 +127,14 @@ def test_a_step_that_is_profiled_again(
         failing(model, place, error)
     assert "the next step takes its place" in caplog.text and gact_fx.inspect(model).plan is plan
     measured: list[int] = []
-    session = model._gact_fx_session
-    session.measure = lambda steps: measured.append(len(steps))  # type: ignore[assignment, method-assign]
+    session = session_of(model)
+    assert session is not None
+
+    def measure(steps: Sequence[Step], bar: object = None) -> bool:
+        measured.append(len(steps))
+        return False
+
+    session.measure = measure  # type: ignore[method-assign]
     assert step(model) < 0.02 and measured == [1]
     assert step(model) < 0.02 and measured == [1]
     assert step(model) < 0.02 and measured == [1, 1]
