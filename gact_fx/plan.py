@@ -94,7 +94,7 @@ class Plan:
 
         A model that is traced anew, because its sizes vary, may be cut a little differently.
         """
-        here = set(saved_values(saved))
+        here = set(signature(saved))
         best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
         return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
 
@@ -149,19 +149,19 @@ def _graph_plan(data: dict[str, Any]) -> GraphPlan:
     return GraphPlan(data["fingerprint"], tensors, tuple(data["saved"]), data["runs"])
 
 
-def saved_values(saved: tuple[SavedTensor, ...]) -> tuple[str, ...]:
+def signature(saved: tuple[SavedTensor, ...]) -> tuple[str, ...]:
     """Operators, dtypes and ranks of the activations that a graph saves; sizes are left out, so that any batch fits."""
     return tuple(f"{t.key} {t.dtype} {len(t.shape)}" for t in saved if t.owner == "nobody")
 
 
 def graph_fingerprint(saved: tuple[SavedTensor, ...]) -> str:
-    """A hash of `saved_values`."""
-    return hashlib.sha256(";".join(saved_values(saved)).encode()).hexdigest()[:16]
+    """A hash of `signature`."""
+    return hashlib.sha256(";".join(signature(saved)).encode()).hexdigest()[:16]
 
 
 def differences(plan: Plan, saved: tuple[SavedTensor, ...]) -> str:
     """What a graph saves and the nearest graph of ``plan`` does not, and the reverse, in words."""
-    here = saved_values(saved)
+    here = signature(saved)
     if not plan.graphs:
         return "it has no graphs"
     nearest = min(plan.graphs, key=lambda graph: len(set(graph.saved) ^ set(here)))
@@ -182,7 +182,7 @@ def model_fingerprint(parameters: list[tuple[str, tuple[int, ...]]]) -> str:
     return hashlib.sha256(repr(parameters).encode()).hexdigest()[:16] if parameters else ""
 
 
-def slot_seed(seed: int, graph: str, key: str) -> int:
+def tensor_seed(seed: int, graph: str, key: str) -> int:
     """The seed of one saved tensor's noise: independent of the other tensors' and of where in the plan it stands."""
     digest = hashlib.sha256(f"{seed}/{graph}/{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

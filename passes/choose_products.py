@@ -70,11 +70,11 @@ def usual_nbytes(analysis: GraphAnalysis) -> float:
 
 def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     sources = {value.source: value.name for value in pair.saved_values()}
-    slots = {value.name: value for value in pair.saved_values()}
+    values = {value.name: value for value in pair.saved_values()}
     backward = {node.name: node for node in pair.backward.graph.nodes}
     found = []
     for tensor, how in analysis.pairs():
-        value = slots[tensor.name]
+        value = values[tensor.name]
         # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
         if not isinstance(how, Quantize) or (
             how.instead and bends_without_bound(value.placeholder, backward[how.instead])

@@ -152,7 +152,7 @@ def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, 
     return total
 
 
-def _index_range(tensor: SavedTensor, node: fx.Node, slot: fx.Node, min_elements: int) -> IndexRange | None:
+def _index_range(tensor: SavedTensor, node: fx.Node, placeholder: fx.Node, min_elements: int) -> IndexRange | None:
     """The range of an integer tensor's elements, None where it is not known or packing would save nothing."""
     is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
     if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
@@ -160,7 +160,7 @@ def _index_range(tensor: SavedTensor, node: fx.Node, slot: fx.Node, min_elements
     found = index_range(node)
     if found is not None and found.wraps:
         # Read as anything but an index, -1 is not the last one.
-        in_backward = index_range(slot)
+        in_backward = index_range(placeholder)
         if in_backward is None or in_backward.limit != found.limit:
             return None
     return found if _bits(found) <= min(16, tensor.dtype.itemsize * 8 - 1) else None

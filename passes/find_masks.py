@@ -111,7 +111,7 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
 
 
 def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
-    slots = {slot.name: slot for slot in pair.backward.graph.find_nodes(op="placeholder")}
+    placeholders = {placeholder.name: placeholder for placeholder in pair.backward.graph.find_nodes(op="placeholder")}
     sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
     derivable = derivable_nodes(pair)
     decisions: list[fx.Node] = []
@@ -141,7 +141,9 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
             known.add(node)
         elif any(user not in boolean for user in node.users):
             known.add(node)
-            hosts[node.name] = _choose_host(node, [slots[name] for name in sources[node]], Counter(hosts.values()))
+            hosts[node.name] = _choose_host(
+                node, [placeholders[name] for name in sources[node]], Counter(hosts.values())
+            )
     return hosts, {}
 
 

@@ -17,7 +17,7 @@ from gact_fx.records import Boundary, SavedTensor
 
 
 def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, ...]:
-    """One record per saved value, in the order of forward's outputs.
+    """One for every saved value, in the order of forward's outputs.
 
     Storages are compared through the fake tensors of tracing, so that views of one buffer get one number.
     """
@@ -32,16 +32,16 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
         if isinstance(value, torch.Tensor):
             owners.setdefault(storage_key(value), "output")
     counts: Counter[str] = Counter()
-    records = []
+    tensors = []
     for value in pair.saved_values():
         op = _op_name(_producer(value.source))
-        record = _record(value, f"{op}#{counts[op]}", op, storages, owners)
-        records.append(record if record.dtype is None else replace(record, boundary=_boundary(value.source, pair)))
+        tensor = _describe(value, f"{op}#{counts[op]}", op, storages, owners)
+        tensors.append(tensor if tensor.dtype is None else replace(tensor, boundary=_boundary(value.source, pair)))
         counts[op] += 1
-    return tuple(records)
+    return tuple(tensors)
 
 
-def _record(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
+def _describe(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
     value = saved.source.meta.get("val")
     module = _module_path(_producer(saved.source))
     if not isinstance(value, torch.Tensor):

@@ -41,7 +41,7 @@ def find_standardizations(
     with them; ``exact`` are the saved tensors that are kept and that backward reads.
     """
     values = {value.name: value for value in pair.saved_values()}
-    slots = {value.source: name for name, value in values.items() if name in exact}
+    names = {value.source: name for name, value in values.items() if name in exact}
     sources = {value.placeholder: value.source for value in values.values()}
     backward = {node.name: node for node in pair.backward.graph.nodes}
     found = {}
@@ -52,8 +52,8 @@ def find_standardizations(
         if value.dtype not in _DTYPES or value.dim() < 2 or not isinstance(value.shape[1], int):
             continue
         means, rstds = _statistics(source)
-        mean = next((slots[node] for node in means if node in slots), "")
-        rstd = next((slots[node] for node in rstds if node in slots), "")
+        mean = next((names[node] for node in means if node in names), "")
+        rstd = next((names[node] for node in rstds if node in names), "")
         if other:
             # Backward reads the tensor less its mean, or something else altogether.
             node = backward[other]

@@ -80,21 +80,23 @@ def find_substitutes(
     instead: dict[str, str] = {}
     refused: dict[str, str] = {}
     curved: set[str] = set()
-    for slot in pair.backward.graph.find_nodes(op="placeholder"):
-        if slot.name not in lossy:
+    for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
+        if placeholder.name not in lossy:
             continue
         region = _Region(derivable, masks)
-        end = region.last_dominator(slot)
+        end = region.last_dominator(placeholder)
         culprit = next(region.unbounded(end), None)
         unknown = None if trust_unknown else region.unknown(end)
         if culprit is not None:
-            refused[slot.name] = f"backward is unbounded in it ({culprit.target})"
+            refused[placeholder.name] = f"backward is unbounded in it ({culprit.target})"
         elif unknown is not None:
-            refused[slot.name] = f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
-        elif end is not slot:
-            instead[slot.name] = end.name
+            refused[placeholder.name] = (
+                f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
+            )
+        elif end is not placeholder:
+            instead[placeholder.name] = end.name
         if region.is_query_or_key(end):
-            curved.add(slot.name)
+            curved.add(placeholder.name)
     return Substitutes(instead, refused, frozenset(curved))
 
 
@@ -119,21 +121,21 @@ class _Region:
         self._derivable = derivable
         self._masks = masks
 
-    def last_dominator(self, slot: fx.Node) -> fx.Node:
-        """The last node, of the same size and dtype, through which everything passes that backward reads of ``slot``.
+    def last_dominator(self, placeholder: fx.Node) -> fx.Node:
+        """The last node of the same size and dtype through which all passes that backward reads of a saved tensor.
 
-        ``slot`` itself where there is none, or none but views of it.
+        The ``placeholder`` itself where there is none, or none but views of it.
         """
-        reached = self._closure(slot)
-        value = slot.meta["val"]
+        reached = self._closure(placeholder)
+        value = placeholder.meta["val"]
         for node in sorted(reached, reverse=True):
             found = node.meta.get("val")
-            if node is slot or not isinstance(found, torch.Tensor):
+            if node is placeholder or not isinstance(found, torch.Tensor):
                 continue
             fits = found.dtype == value.dtype and found.numel() == value.numel()
-            if fits and not self._escapes(self._closure(slot, end=node), node):
-                return slot if self._is_view(node, slot) else node
-        return slot
+            if fits and not self._escapes(self._closure(placeholder, end=node), node):
+                return placeholder if self._is_view(node, placeholder) else node
+        return placeholder
 
     def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
         """Operators that a small error in ``start`` may make unbounded."""
@@ -176,8 +178,8 @@ class _Region:
     def _users(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if user.name not in self._masks]
 
-    def _is_view(self, node: fx.Node, slot: fx.Node) -> bool:
-        while node is not slot:
+    def _is_view(self, node: fx.Node, placeholder: fx.Node) -> bool:
+        while node is not placeholder:
             if getattr(node.target, "overloadpacket", None) not in _VIEWS:
                 return False
             node = node.all_input_nodes[0]

@@ -43,13 +43,13 @@ def find_merge(
     instead: str,
     by: Standardization | None,
     source: fx.Node,
-    slot: fx.Node,
+    placeholder: fx.Node,
     backward: Mapping[str, fx.Node],
 ) -> str:
     """The one of a tensor's ``masks`` that its codes can tell, true where a ReLU stops the values; '' if there is none.
 
-    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised; ``source`` and ``slot``
-    are the saved tensor in forward and in backward.
+    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised; ``source`` is the saved
+    tensor in forward, ``placeholder`` in backward.
     """
     # The steps of groups with NaN have 4 bits of mantissa, but float64's a single one.
     if source.meta["val"].dtype == torch.float64:
@@ -58,7 +58,7 @@ def find_merge(
         return by.sign if by.sign and _is_relu(backward[by.sign]) else ""
     if instead or source.target is not aten.relu.default:
         return ""
-    return next((mask for mask in masks if _is_relu(backward[mask]) and _compared(backward[mask]) is slot), "")
+    return next((mask for mask in masks if _is_relu(backward[mask]) and _compared(backward[mask]) is placeholder), "")
 
 
 def _is_relu(mask: fx.Node) -> bool:

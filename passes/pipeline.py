@@ -24,10 +24,11 @@ from gact_fx.records import SavedTensor
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass as it ran: its seconds, and where text is kept and the pass edits, its graphs before and after."""
+    """One pass as it ran: its seconds, the graphs that it edits, and where text is kept, these before and after."""
 
     name: str
     seconds: float
+    edits: tuple[str, ...] = ()
     before: tuple[str, ...] | None = None
     after: tuple[str, ...] | None = None
 
@@ -114,7 +115,7 @@ def _run(each: Pass, context: Context) -> Context:
         verify_graphs(graphs, tuple(tensor.name for tensor in context.saved))
     seconds = time.perf_counter() - start
     after = _text(result if each.gives == "pair" else graphs) if keeps_text else None
-    stage = Stage(each.name, seconds, before if keeps_text else None, after)
+    stage = Stage(each.name, seconds, each.edits, before if keeps_text else None, after)
     found = {each.gives: result} if each.gives else {}
     return replace(context, stages=(*context.stages, stage), **found)
 

@@ -32,8 +32,8 @@ def read_values(pair: GraphPair, context: Context) -> None:
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
     """``nodes``: those of backward by name, and in the place of masks those that stand for them."""
     value, like, graph = read.value, read.like, read.value.placeholder.graph
-    slots = [read.read, *(alias.placeholder for alias, _ in read.aliases)]
-    users = [user for slot in slots for user in slot.users if user.target is not decompress]
+    replaced = [read.read, *(alias.placeholder for alias, _ in read.aliases)]
+    users = [user for node in replaced for user in node.users if user.target is not decompress]
     if not users:
         return
     with graph.inserting_before(min(users)):

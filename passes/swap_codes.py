@@ -30,17 +30,19 @@ def swap_codes(pair: GraphPair, context: Context, devices: Collection[str] = ("c
     graph = pair.backward.graph
     uses = {value.placeholder: min(value.placeholder.users) for value, _ in moved if value.placeholder.users}
     home = {value.placeholder: device for value, device in moved}
-    order = sorted(uses, key=lambda slot: uses[slot])
+    order = sorted(uses, key=lambda placeholder: uses[placeholder])
     start = next(node for node in graph.nodes if node.op != "placeholder")
     fetched = {}
-    for index, slot in enumerate(order):
+    for index, placeholder in enumerate(order):
         with graph.inserting_before(uses[order[index - PREFETCH]] if index >= PREFETCH else start):
-            fetched[slot] = add_call(graph, fetch, (slot, home[slot]), f"{slot.name}_fetched")
+            fetched[placeholder] = add_call(
+                graph, fetch, (placeholder, home[placeholder]), f"{placeholder.name}_fetched"
+            )
     # Behind what is fetched ahead at the same place, which need not wait.
-    for slot, blob in fetched.items():
-        with graph.inserting_before(uses[slot]):
-            add_call(graph, arrive, (blob,), f"{slot.name}_arrived")
-        slot.replace_all_uses_with(blob, delete_user_cb=lambda user: user.target is not fetch)
+    for placeholder, blob in fetched.items():
+        with graph.inserting_before(uses[placeholder]):
+            add_call(graph, arrive, (blob,), f"{placeholder.name}_arrived")
+        placeholder.replace_all_uses_with(blob, delete_user_cb=lambda user: user.target is not fetch)
     return frozenset(value.name for value, _ in moved)
 
 

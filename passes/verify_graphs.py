@@ -68,12 +68,12 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _require(written == read, f"{node.name} reads {read} what was written as {written}")
 
 
-def _fetched(slot: fx.Node) -> fx.Node:
+def _fetched(placeholder: fx.Node) -> fx.Node:
     """What backward reads of a blob that was moved to host memory: nothing but what is fetched, once it has arrived."""
-    if not slot.users:
-        return slot
-    first = min(slot.users)
-    _require(list(slot.users) == [first] and first.target is fetch, f"{slot.name} is read in host memory")
+    if not placeholder.users:
+        return placeholder
+    first = min(placeholder.users)
+    _require(list(placeholder.users) == [first] and first.target is fetch, f"{placeholder.name} is read in host memory")
     _require(min(first.users).target is arrive, f"{first.name} is read before it has arrived")
     return first
 

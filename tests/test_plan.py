@@ -12,7 +12,7 @@ from torch import nn
 import gact_fx
 from gact_fx import Plan
 from gact_fx.codec.code import Code
-from gact_fx.plan import GraphPlan, TensorPlan, differences, saved_values
+from gact_fx.plan import GraphPlan, TensorPlan, differences, signature
 from gact_fx.records import SavedTensor
 
 
@@ -74,7 +74,7 @@ def test_differences_name_the_tensors() -> None:
     def tensor(key: str, rank: int, owner: str = "nobody") -> SavedTensor:
         return SavedTensor("t", key, "op", "", (2,) * rank, (1,) * rank, torch.float32, 0, 8, owner)
 
-    known = saved_values((tensor("aten.mm#0", 2), tensor("aten.relu#0", 4), tensor("input#0", 2, "caller")))
+    known = signature((tensor("aten.mm#0", 2), tensor("aten.relu#0", 4), tensor("input#0", 2, "caller")))
     plan = Plan(4, "", (GraphPlan("far", (), ("aten.sin#0 torch.float32 1",)), GraphPlan("near", (), known)))
     found = differences(plan, (tensor("aten.mm#0", 2), tensor("aten.bmm#0", 3)))
     assert found == (

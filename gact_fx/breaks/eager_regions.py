@@ -30,7 +30,7 @@ from gact_fx.graphs.dynamo import is_forced_eager
 from gact_fx.graphs.hooks import hooks_are_forbidden, refuses_hooks, top_hooks
 from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key, version
 from gact_fx.graphs.trees import tree_leaves
-from gact_fx.plan import slot_seed
+from gact_fx.plan import tensor_seed
 
 log = logging.getLogger("gact_fx")
 # Forward passes without a backward pass that are counted as one step: validation with gradients has no end.
@@ -227,7 +227,7 @@ class EagerRegions:
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:
-            seed = slot_seed(self._seed, "eager", str(len(call.codes)))
+            seed = tensor_seed(self._seed, "eager", str(len(call.codes)))
             rounding = "stochastic" if held.producer in _SPARSE else "dither"
             if is_mask:
                 code = pack_in(x != 0, MASK_CODE)
@@ -261,7 +261,7 @@ class EagerRegions:
                 break
         if self._has_read or len(self._passes) == _MAX_CALLS:
             self._has_read, self._passes = False, []
-        self._passes.append((call.reads, tuple(call.records(self._uses))))
+        self._passes.append((call.reads, tuple(call.eager_tensors(self._uses))))
         if call.runs_plan:
             self._planned_passes = self._passes
 

@@ -62,14 +62,14 @@ class EagerVJP:
         # The transpose is linear in its arguments, and its own transpose is the map itself.
         given = [torch.zeros_like(end.like, requires_grad=True) for end in self.ends]
         with torch.enable_grad():
-            total = self.transpose(given, record=True)
+            total = self.transpose(given, differentiable=True)
         found = torch.autograd.grad(total, given, gradient.reshape(total.shape).to(total.dtype), allow_unused=True)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
 
-    def transpose(self, slopes: Sequence[torch.Tensor | None], *, record: bool = False) -> torch.Tensor:
+    def transpose(self, slopes: Sequence[torch.Tensor | None], *, differentiable: bool = False) -> torch.Tensor:
         """The derivative with respect to the tensor's gradient, given those with respect to its ends' (None: zeros).
 
-        ``record``: so that autograd can differentiate it in turn.
+        ``differentiable``: so that autograd can differentiate it in turn.
         """
         pairs = [
             (end.edge, slope.reshape(end.like.shape).to(end.like.dtype))
@@ -80,7 +80,7 @@ class EagerVJP:
             return torch.zeros_like(self.like)
         edges, weights = zip(*pairs, strict=True)
         (found,) = torch.autograd.grad(
-            edges, [self.gradient], weights, retain_graph=True, create_graph=record, allow_unused=True
+            edges, [self.gradient], weights, retain_graph=True, create_graph=differentiable, allow_unused=True
         )
         return torch.zeros_like(self.like) if found is None else found
 

@@ -124,7 +124,7 @@ class ForwardPass:
                 return isinstance(node.variable, torch.nn.Parameter)
         return False
 
-    def records(self, uses: Mapping[Hashable, Use]) -> Iterator[EagerTensor]:
+    def eager_tensors(self, uses: Mapping[Hashable, Use]) -> Iterator[EagerTensor]:
         """What was saved, and how; ``uses`` by place."""
         before = set(self.graphs.storages)
         # Codes are told apart by their blobs, storages by their number.

@@ -82,10 +82,10 @@ def noting_holdings(
         # The list is emptied.
         inputs = {b.position: arguments[b.position] for b, *_ in crossing if b.is_input}
         outputs = run(arguments)
-        for boundary, slot, stays in crossing:
+        for boundary, holding, stays in crossing:
             x = inputs[boundary.position] if boundary.is_input else outputs[boundary.position]
             if is_plain(x):
-                holdings.add(slot, x, is_exact=stays)
+                holdings.add(holding, x, is_exact=stays)
         return outputs
 
     return boxed(call)

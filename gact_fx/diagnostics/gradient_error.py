@@ -1,4 +1,4 @@
-"""The record behind ``gact_fx.measure_gradient_error``, and its table."""
+"""The result of ``gact_fx.measure_gradient_error``, and its table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GradientError:
     """What compression does to the gradient: of every parameter that the loss depends on, and of all together.
 
     ``batches`` and ``draws`` (compressed gradients per batch) were measured; ``predicted_variance`` is the plan's, None
-    where the plan was made without measuring. ``print(record)`` is a table.
+    where the plan was made without measuring. ``print(error)`` is a table.
     """
 
     parameters: tuple[ParameterError, ...]
@@ -99,8 +99,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _table(record: GradientError) -> Iterator[str]:
-    lines = [_COLUMNS, *(_cells(row) for row in (*record.parameters, record.total))]
+def _table(error: GradientError) -> Iterator[str]:
+    lines = [_COLUMNS, *(_cells(row) for row in (*error.parameters, error.total))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for name, *numbers in lines:
         cells = [name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(numbers, widths[1:], strict=True))]
@@ -115,21 +115,21 @@ def _cells(row: ParameterError) -> tuple[str, ...]:
     return (row.name, str(row.numel), *(f"{x:.2e}" for x in biases), sigmas, f"{row.variance:.2e}", minibatch, noise)
 
 
-def _sentences(record: GradientError) -> Iterator[str]:
-    total, n = record.total, record.batches * record.draws
+def _sentences(error: GradientError) -> Iterator[str]:
+    total, n = error.total, error.batches * error.draws
     yield (
-        f"{_count(record.batches, 'batch', 'batches')}, of each the exact gradient and {record.draws} compressed ones "
+        f"{_count(error.batches, 'batch', 'batches')}, of each the exact gradient and {error.draws} compressed ones "
         "that differ in their rounding noise alone; norms and variances are summed over elements"
     )
     if total.noise is not None:
         yield (
             f"variance: compression adds {_percent(total.noise)} to the variance of the minibatch gradient "
-            f"({total.variance:.2e} to {total.minibatch_variance:.2e}{_predicted(record)})"
+            f"({total.variance:.2e} to {total.minibatch_variance:.2e}{_predicted(error)})"
         )
     else:
-        why = "with one batch" if record.batches == 1 else "where it does not vary"
+        why = "with one batch" if error.batches == 1 else "where it does not vary"
         yield (
-            f"variance: compression adds {total.variance:.2e}{_predicted(record)}; how much that is against the "
+            f"variance: compression adds {total.variance:.2e}{_predicted(error)}; how much that is against the "
             f"minibatch gradient's own is not known {why}"
         )
     if total.norm:
@@ -140,7 +140,7 @@ def _sentences(record: GradientError) -> Iterator[str]:
         f"bias: {'beyond' if total.is_biased else 'within'} 3 standard errors: the mean of all {n} errors is "
         f"{total.bias:.2e}, where noise alone makes {total.standard_error:.2e}{share}{sigmas}"
     )
-    beyond = [row.name for row in record.parameters if row.is_biased]
+    beyond = [row.name for row in error.parameters if row.is_biased]
     yield f"parameters with a bias beyond 3 standard errors: {_listed(beyond)}"
 
 
@@ -148,8 +148,8 @@ def _rms(row: ParameterError) -> float:
     return math.sqrt(row.variance + row.bias_estimate**2)
 
 
-def _predicted(record: GradientError) -> str:
-    return "" if record.predicted_variance is None else f"; the plan predicted {record.predicted_variance:.2e}"
+def _predicted(error: GradientError) -> str:
+    return "" if error.predicted_variance is None else f"; the plan predicted {error.predicted_variance:.2e}"
 
 
 def _listed(names: Iterable[str], limit: int = 5) -> str:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from gact_fx.breaks.forward_pass import EagerTensor
-from gact_fx.breaks.graph_holdings import Holding
+from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.codec.operators import has_compiled_kernels
-from gact_fx.diagnostics.report_table import Row, table_lines
-from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
+from gact_fx.diagnostics.report_rows import Row, eager_row, graph_rows
+from gact_fx.passes.encodings import Keep, Quantize
 from gact_fx.passes.pipeline import Stage
-from gact_fx.plan import Plan, TensorPlan
+from gact_fx.plan import Plan
 from gact_fx.training.rewrite import RewrittenGraph
 
 if TYPE_CHECKING:
     from gact_fx.training.session import Session
 
-_SHARED = "stored once, with others that hold the same activation"
-_MOVED = "moved to host memory"
+_COLUMNS = (
+    "graph", "tensor", "op", "shape", "dtype", "stored", "bits", "code", "sensitivity", "before", "after", "reason"
+)  # fmt: skip
+_RIGHT = {"graph", "bits", "sensitivity", "before", "after"}
+
+
+class Stages(tuple[tuple[Stage, ...], ...]):
+    """The pipeline as it ran, graph by graph; prints as a table."""
+
+    def __str__(self) -> str:
+        lines = [f"{'graph':>5}  {'pass':20} {'edits':18} {'ms':>8}"]
+        for index, stages in enumerate(self):
+            for stage in stages:
+                edits = ", ".join(stage.edits)
+                lines.append(f"{index:>5}  {stage.name:20} {edits:18} {1e3 * stage.seconds:8.1f}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,11 @@ class Report:
         elements = sum(row.copies * row.numel for row in rows)
         return 8 * sum(row.bytes_after for row in rows) / elements if elements else None
 
+    @property
+    def stages(self) -> Stages:
+        """The passes that made the graphs, as they ran."""
+        return Stages(graph.stages for graph in self.graphs)
+
     def to_json(self) -> str:
         """Rows and totals as JSON."""
         totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "ratio": self.ratio}
@@ -80,15 +98,15 @@ class Report:
     @classmethod
     def from_session(cls, session: Session) -> Report:
         """The report on the graphs that the session has compiled and training still runs."""
-        records = [record for record in session.graphs if session.run_counts.is_current(record)]
-        runs = [session.run_counts.runs(record) for record in records]
+        graphs = [graph for graph in session.graphs if session.run_counts.is_current(graph)]
+        runs = [session.run_counts.runs(graph) for graph in graphs]
         regions = session.eager_regions
         first = regions.shares_of_runs if regions is not None else {}
-        rows = tuple(row for i, record in enumerate(records) for row in _rows(i, record, runs[i], first))
+        rows = tuple(row for i, graph in enumerate(graphs) for row in graph_rows(i, graph, runs[i], first))
         if regions is not None:
-            rows += tuple(_eager_row(i, tensor) for i, tensor in enumerate(regions.latest_planned))
-        graphs = tuple(GraphReport(r.pair.forward, r.pair.backward, r.stages) for r in records)
-        return cls(rows, graphs, session.plan, _note(session))
+            rows += tuple(eager_row(i, tensor) for i, tensor in enumerate(regions.latest_planned))
+        reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in graphs)
+        return cls(rows, reports, session.plan, _note(session))
 
 
 def _note(session: Session) -> str:
@@ -101,14 +119,14 @@ def _note(session: Session) -> str:
         )
     if not session.graphs:
         return "a plan, and no graph compiled with it yet; run a training step"
-    if all(row.encoding == Keep.label for record in session.graphs for row in _rows(0, record, 1)):
+    if all(row.encoding == Keep.label for graph in session.graphs for row in graph_rows(0, graph, 1)):
         return "nothing to compress: the reasons are in the table"
     if session.run_counts.backward_is_unseen:
         return (
             "no backward pass of these graphs was seen (compiled autograd runs them itself): bytes are those of one "
             "run of each graph"
         )
-    slow = sorted({device for record in session.graphs for device in _devices(record)} - _compiled_devices())
+    slow = sorted({device for graph in session.graphs for device in _devices(graph)} - _compiled_devices())
     if slow:
         how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"
         return (
@@ -118,8 +136,8 @@ def _note(session: Session) -> str:
     return ""
 
 
-def _devices(record: RewrittenGraph) -> set[str]:
-    values = [value.source.meta["val"] for value in record.replayable.saved_values()]
+def _devices(graph: RewrittenGraph) -> set[str]:
+    values = [value.source.meta["val"] for value in graph.replayable.saved_values()]
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
@@ -127,84 +145,51 @@ def _compiled_devices() -> set[str]:
     return {device for device in ("cpu", "cuda") if has_compiled_kernels(device)}
 
 
-def _rows(
-    index: int, graph: RewrittenGraph, runs: int, first: Mapping[Holding, tuple[float, float]] | None = None
-) -> Iterator[Row]:
-    """``first``: in which share of the runs a slot was the first to hold an activation, and what is stored of it."""
-    held: set[int] = set()
-    kept: set[int] = set()
-    entries = graph.plan.entries()
-    for tensor, how in graph.analysis.pairs():
-        entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
-        code = entry.code if entry is not None else None
-        before = after = 0
-        if is_counted(tensor) and tensor.storage not in held:
-            held.add(tensor.storage)
-            before = tensor.storage_nbytes
-        stored = how.nbytes(tensor, entry)
-        if stored is not None:
-            after = stored
-        elif is_counted(tensor) and tensor.storage not in kept:
-            kept.add(tensor.storage)
-            after = tensor.storage_nbytes
-        share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
-        reasons = ["the planner found it worth its bytes" if entry is not None and code is None else how.reason]
-        if after and share_after == 0:
-            reasons.append(_SHARED)
-        if tensor.name in graph.swapped:
-            reasons.append(_MOVED)
-        reason = ", ".join(filter(None, reasons))
-        if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
-            reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
-        yield Row(
-            graph=index,
-            runs=runs,
-            name=tensor.name,
-            module=tensor.module,
-            op=tensor.op,
-            shape=tensor.shape,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            encoding=Keep.label if entry is not None and code is None else how.label,
-            bits=how.bits(entry),
-            rounding=code.rounding if code is not None else None,
-            group_size=code.group_size if code is not None else None,
-            sensitivity=entry.sensitivity if entry is not None else None,
-            bytes_before=round(runs * share_before) * before,
-            bytes_after=round(runs * share_after) * after,
-            copies=round(runs * share_after),
-            reason=reason,
-        )
+def table_lines(rows: Sequence[Row], note: str, average_bits: float | None) -> Iterator[str]:
+    """The lines of ``print(report)``."""
+    shown = [row for row in rows if row.bytes_before or row.bytes_after]
+    free = len(rows) - len(shown)
+    lines = [_COLUMNS, *(_cells(row) for row in shown)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    if shown:
+        for line in lines:
+            yield "  ".join(_pad(cell, w, c) for cell, w, c in zip(line, widths, _COLUMNS, strict=True)).rstrip()
+    if free:
+        reasons = ", ".join(_count_reasons(row.reason for row in rows if row not in shown))
+        yield f"and {free} saved values that cost nothing ({reasons})"
+    if note:
+        yield f"gact_fx: {note}"
+    if shown:
+        bits = f", {average_bits:.2f} bits per compressed element" if average_bits else ""
+        before, after = sum(row.bytes_before for row in rows), sum(row.bytes_after for row in rows)
+        ratio = before / after if after else 1.0
+        yield f"held for backward: {_size(before)} before, {_size(after)} after ({ratio:.1f}x{bits})"
 
 
-def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
-    if entry.merged:
-        return "its mask merged into the codes"
-    return "folded by its mask" if how.standardization is not None and how.standardization.sign else ""
+def _cells(row: Row) -> tuple[str, ...]:
+    sensitivity = f"{row.sensitivity:.2e}" if row.sensitivity is not None else ""
+    bits = str(row.bits) if row.bits is not None else ""
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    sizes = (_size(row.bytes_before), _size(row.bytes_after))
+    # bfloat16 codes have neither rounding to speak of nor groups.
+    code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
+    graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
+    return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
 
 
-def _eager_row(index: int, tensor: EagerTensor) -> Row:
-    use = str(tensor.use) if tensor.use is not None else ""
-    code = None if tensor.is_mask else tensor.code
-    reason = "saved by eager PyTorch"
-    if tensor.code is None:
-        reason += (
-            f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
-        )
-    return Row(
-        graph=None,
-        runs=1,
-        name=f"eager_{index}",
-        module="",
-        op=use,
-        shape=tensor.shape,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        encoding=(Keep if tensor.code is None else Mask if tensor.is_mask else Quantize).label,
-        bits=tensor.code.bits if tensor.code is not None else None,
-        rounding=code.rounding if code is not None else None,
-        group_size=code.group_size if code is not None else None,
-        sensitivity=None,
-        bytes_before=tensor.bytes_before,
-        bytes_after=tensor.bytes_after,
-        copies=int(tensor.bytes_after > 0),
-        reason=reason,
-    )
+def _count_reasons(reasons: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for reason in reasons:
+        reason = "the same memory as another" if reason.startswith("the same memory") else reason
+        counts[reason] = counts.get(reason, 0) + 1
+    return [f"{count} {reason}" for reason, count in counts.items()]
+
+
+def _pad(cell: str, width: int, column: str) -> str:
+    return cell.rjust(width) if column in _RIGHT else cell.ljust(width)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"

@@ -60,11 +60,12 @@ class GraphPair:
         """What forward hands to backward, in the order of forward's outputs."""
         saved = list(enumerate(self.forward_outputs))[self.num_user_outputs :]
         symbols = sum(1 for _, node in saved if isinstance(node.meta["val"], torch.SymInt))
-        slots = self.backward.graph.find_nodes(op="placeholder")
+        placeholders = self.backward.graph.find_nodes(op="placeholder")
         # Symbols come last out of forward and first into backward.
-        slots = slots[symbols : len(saved)] + slots[:symbols]
+        placeholders = placeholders[symbols : len(saved)] + placeholders[:symbols]
         return [
-            SavedValue(slot.name, position, node, slot) for (position, node), slot in zip(saved, slots, strict=True)
+            SavedValue(placeholder.name, position, node, placeholder)
+            for (position, node), placeholder in zip(saved, placeholders, strict=True)
         ]
 
     def tangents(self) -> frozenset[str]:
@@ -76,14 +77,14 @@ class GraphPair:
         """Forward output position → the backward placeholder with its tangent, for user outputs that have one."""
         # Graphs whose random operators AOTAutograd has made functional come without descriptions.
         descriptions = (self.forward.graph.output_node().meta.get("desc") or ())[: self.num_user_outputs]
-        slots = self.backward.graph.find_nodes(op="placeholder")
-        of = {getattr(slot.meta.get("desc"), "output", None): slot.name for slot in slots}
+        placeholders = self.backward.graph.find_nodes(op="placeholder")
+        of = {getattr(placeholder.meta.get("desc"), "output", None): placeholder.name for placeholder in placeholders}
         return {i: of[d] for i, d in enumerate(descriptions) if d is not None and d in of}
 
     def gradients_of_inputs(self) -> dict[int, int]:
         """Backward output position → the forward input whose gradient it is."""
-        slots = self.forward.graph.find_nodes(op="placeholder")
-        of = {slot.meta.get("desc"): position for position, slot in enumerate(slots)}
+        placeholders = self.forward.graph.find_nodes(op="placeholder")
+        of = {placeholder.meta.get("desc"): position for position, placeholder in enumerate(placeholders)}
         descriptions = self.backward.graph.output_node().meta.get("desc") or ()
         sources = [getattr(description, "grad_of", None) for description in descriptions]
         return {i: of[source] for i, source in enumerate(sources) if source is not None and source in of}
@@ -165,8 +166,8 @@ class JointGraph:
         Edits the graph in place; returns the copies' names.
         """
         mutated = self.mutated_inputs()
-        slots = [slot for slot in self.joint.graph.find_nodes(op="placeholder") if slot in mutated]
-        return frozenset(_read_copy(self.joint.graph, slot) for slot in slots)
+        inputs = [node for node in self.joint.graph.find_nodes(op="placeholder") if node in mutated]
+        return frozenset(_read_copy(self.joint.graph, node) for node in inputs)
 
     def partition(self, *, is_free: bool, copies: frozenset[str]) -> GraphPair:
         """Cut the graph in two with PyTorch's min-cut partitioner.

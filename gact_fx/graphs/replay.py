@@ -59,9 +59,9 @@ class Replay:
         """
         env: dict[fx.Node, Any] = {}
         for index, node in enumerate(self._nodes):
-            for slot in node.all_input_nodes:
-                if slot.name in names and min(slot.users) is node:
-                    yield slot.name, partial(self._resume, index, slot, env, given)
+            for source in node.all_input_nodes:
+                if source.name in names and min(source.users) is node:
+                    yield source.name, partial(self._resume, index, source, env, given)
             self._step(node, env, given)
 
     def _resume(

@@ -11,7 +11,7 @@ from gact_fx.codec.code import Code
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.passes.encodings import GraphAnalysis, fixed_nbytes
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, saved_values, slot_seed
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, signature, tensor_seed
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 from gact_fx.planning.list_choices import Item, list_choices
 from gact_fx.records import Sensitivity
@@ -36,25 +36,23 @@ class GraphTensors:
 
 def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
     """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
-    slots = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
-    items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in slots]
+    tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
+    items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
     listed = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
-    menus = [[_in_all_runs(c, graph.runs) for c in menu] for (graph, _, _), menu in zip(slots, listed, strict=True)]
-    numel = sum(graph.runs * tensor.numel for graph, tensor, _ in slots)
+    menus = [[_in_all_runs(c, graph.runs) for c in menu] for (graph, _, _), menu in zip(tensors, listed, strict=True)]
+    numel = sum(graph.runs * tensor.numel for graph, tensor, _ in tensors)
     chosen = _choose(menus, graphs, config, minibatch_variance, numel)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
-    for (graph, tensor, _), item, choice in zip(slots, items, chosen, strict=True):
+    for (graph, tensor, _), item, choice in zip(tensors, items, chosen, strict=True):
         value = None if item.sensitivity is None else item.sensitivity.value
-        seed = slot_seed(config.seed, graph.fingerprint, tensor.key)
+        seed = tensor_seed(config.seed, graph.fingerprint, tensor.key)
         code = None if choice.code is None else replace(choice.code, seed=seed)
         plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged))
     plan = Plan(
         budget_bits=None if _has_other_budget(config) else config.budget_bits,
         model=model,
         graphs=tuple(
-            GraphPlan(
-                graph.fingerprint, tuple(plans[graph.fingerprint]), saved_values(graph.analysis.saved), graph.runs
-            )
+            GraphPlan(graph.fingerprint, tuple(plans[graph.fingerprint]), signature(graph.analysis.saved), graph.runs)
             for graph in graphs
         ),
         recompute=config.recompute,

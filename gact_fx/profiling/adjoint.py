@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
-from gact_fx.plan import slot_seed
+from gact_fx.plan import tensor_seed
 from gact_fx.profiling.cut_backward import Segment, cut_backward
 from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -36,7 +36,7 @@ class Signs:
 
     def of(self, leaf: int, probe: int, value: torch.Tensor) -> torch.Tensor:
         """For a gradient ``value`` of ``leaf``, or a part of it."""
-        seed = slot_seed(self._seed, f"probe {probe}", f"leaf {leaf}")
+        seed = tensor_seed(self._seed, f"probe {probe}", f"leaf {leaf}")
         return _signs(value, torch.Generator(value.device).manual_seed(seed))
 
 
@@ -72,11 +72,11 @@ class Adjoint:
         self._probes = range(probes)
         self._interpreter = DifferentiableInterpreter(step.backward)
         nodes = step.backward.graph.nodes
-        slots = step.backward.graph.find_nodes(op="placeholder")
+        placeholders = step.backward.graph.find_nodes(op="placeholder")
         # Parameters among the arguments must not collect gradients.
         self._arguments = {
-            slot: value.detach() if isinstance(value, torch.Tensor) else value
-            for slot, value in zip(slots, step.arguments, strict=True)
+            placeholder: value.detach() if isinstance(value, torch.Tensor) else value
+            for placeholder, value in zip(placeholders, step.arguments, strict=True)
         }
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}

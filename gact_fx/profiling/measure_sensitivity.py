@@ -21,7 +21,7 @@ import torch
 from gact_fx.codec import operators
 from gact_fx.codec.code import step_variance
 from gact_fx.graphs.replay import Replay
-from gact_fx.plan import slot_seed
+from gact_fx.plan import tensor_seed
 from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
 
@@ -88,7 +88,7 @@ class _Probe:
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The values compressed with the seed of ``draw``; the call decompresses them."""
         values = self._replay.evaluate({name})[name]
-        code = replace(REFERENCE, seed=slot_seed(self._seed, f"probe {draw}", name))
+        code = replace(REFERENCE, seed=tensor_seed(self._seed, f"probe {draw}", name))
         blob = operators.compress(values, *code.to_compress())
         shape, dtype = values.shape, values.dtype
         return lambda: operators.decompress(blob, shape, dtype, *code.to_decompress())

@@ -61,9 +61,13 @@ class Step:
     @property
     def is_finite(self) -> bool:
         """Whether the tangents are free of NaN and infinity."""
-        slots = self.backward.graph.find_nodes(op="placeholder")
+        placeholders = self.backward.graph.find_nodes(op="placeholder")
         tangents = self.pair.tangents()
-        values = [value for slot, value in zip(slots, self.arguments, strict=True) if slot.name in tangents]
+        values = [
+            value
+            for placeholder, value in zip(placeholders, self.arguments, strict=True)
+            if placeholder.name in tangents
+        ]
         return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
 
 
@@ -71,20 +75,23 @@ def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str
     """See `Step.readings`: what is decompressed, and quantized tensors that the plan keeps exact and backward reads."""
     found = {}
     names = {tensor.name for tensor, _ in analysis.quantized()}
-    for slot in backward.graph.find_nodes(op="placeholder"):
-        if slot.name not in names or not slot.users:
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        if placeholder.name not in names or not placeholder.users:
             continue
-        loads = [user for user in slot.users if user.target is torch.ops.gact_fx.decompress.default]
+        loads = [user for user in placeholder.users if user.target is torch.ops.gact_fx.decompress.default]
         values = [load for load in loads if load.meta["val"].dtype.is_floating_point]
-        found.update({node.name: slot.name for node in (values if loads else [slot])})
+        found.update({node.name: placeholder.name for node in (values if loads else [placeholder])})
     return found
 
 
 def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> list[Any]:
     """The arguments of a backward graph with parameters, and what shares their memory, copied."""
     parameters = {tensor.name for tensor in analysis.saved if tensor.owner == "parameter"}
-    slots = pair.backward.graph.find_nodes(op="placeholder")
-    return [value.clone() if slot.name in parameters else value for slot, value in zip(slots, arguments, strict=True)]
+    placeholders = pair.backward.graph.find_nodes(op="placeholder")
+    return [
+        value.clone() if placeholder.name in parameters else value
+        for placeholder, value in zip(placeholders, arguments, strict=True)
+    ]
 
 
 @dataclass(eq=False)

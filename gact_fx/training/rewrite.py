@@ -12,7 +12,7 @@ from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, slot_seed
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
 from gact_fx.training.usage_error import UsageError
 
@@ -49,7 +49,7 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass] = PIPELI
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
     """All that may be compressed at one width, for a step that is recorded."""
     key = graph_fingerprint(analysis.saved)
-    seeds = {t.key: slot_seed(config.seed, f"profile {key}", t.key) for t, _ in analysis.quantized()}
+    seeds = {t.key: tensor_seed(config.seed, f"profile {key}", t.key) for t, _ in analysis.quantized()}
     return GraphPlan(key, tuple(TensorPlan(name, Code(PROFILE_BITS, seed=seed)) for name, seed in seeds.items()))
 
 

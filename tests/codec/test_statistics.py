@@ -21,7 +21,7 @@ from torch import nn
 import gact_fx
 from gact_fx import ops
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.plan import slot_seed
+from gact_fx.plan import tensor_seed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BITS = (1, 2, 4, 8)
@@ -424,8 +424,8 @@ SEED_SETS = {
     "one-bit-apart": [signed(1 << k) for k in range(64)],
     "high-word": [k << 32 for k in range(128)],
     "negative": range(-128, 0),
-    "slots": [slot_seed(0, "0123456789abcdef", f"layers.{k}.addmm") for k in range(128)],
-    "slots-of-adjacent-seeds": [slot_seed(k, "0123456789abcdef", "layers.0.addmm") for k in range(128)],
+    "slots": [tensor_seed(0, "0123456789abcdef", f"layers.{k}.addmm") for k in range(128)],
+    "slots-of-adjacent-seeds": [tensor_seed(k, "0123456789abcdef", "layers.0.addmm") for k in range(128)],
 }
 
 

@@ -1,0 +1,134 @@
+"""The rows of a report: every saved tensor, how it is stored, and why not smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gact_fx.breaks.forward_pass import EagerTensor
+from gact_fx.breaks.graph_holdings import Holding
+from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
+from gact_fx.plan import TensorPlan
+from gact_fx.training.rewrite import RewrittenGraph
+
+_SHARED = "stored once, with others that hold the same activation"
+_MOVED = "moved to host memory"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
+
+    Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
+    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they
+    lie: where ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits`` is the width of
+    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code. ``copies`` counts what a step
+    stores of it: ``runs`` of them, but for what others store.
+    """
+
+    graph: int | None
+    runs: int
+    name: str
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str
+    bits: int | None
+    rounding: str | None
+    group_size: int | None
+    sensitivity: float | None
+    bytes_before: int
+    bytes_after: int
+    copies: int
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def graph_rows(
+    index: int, graph: RewrittenGraph, runs: int, first: Mapping[Holding, tuple[float, float]] | None = None
+) -> Iterator[Row]:
+    """``first``: in which share of the runs a slot was the first to hold an activation, and what is stored of it."""
+    held: set[int] = set()
+    kept: set[int] = set()
+    entries = graph.plan.entries()
+    for tensor, how in graph.analysis.pairs():
+        entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
+        code = entry.code if entry is not None else None
+        before = after = 0
+        if is_counted(tensor) and tensor.storage not in held:
+            held.add(tensor.storage)
+            before = tensor.storage_nbytes
+        stored = how.nbytes(tensor, entry)
+        if stored is not None:
+            after = stored
+        elif is_counted(tensor) and tensor.storage not in kept:
+            kept.add(tensor.storage)
+            after = tensor.storage_nbytes
+        share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
+        reasons = ["the planner found it worth its bytes" if entry is not None and code is None else how.reason]
+        if after and share_after == 0:
+            reasons.append(_SHARED)
+        if tensor.name in graph.swapped:
+            reasons.append(_MOVED)
+        reason = ", ".join(filter(None, reasons))
+        if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
+            reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
+        yield Row(
+            graph=index,
+            runs=runs,
+            name=tensor.name,
+            module=tensor.module,
+            op=tensor.op,
+            shape=tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            encoding=Keep.label if entry is not None and code is None else how.label,
+            bits=how.bits(entry),
+            rounding=code.rounding if code is not None else None,
+            group_size=code.group_size if code is not None else None,
+            sensitivity=entry.sensitivity if entry is not None else None,
+            bytes_before=round(runs * share_before) * before,
+            bytes_after=round(runs * share_after) * after,
+            copies=round(runs * share_after),
+            reason=reason,
+        )
+
+
+def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
+    if entry.merged:
+        return "its mask merged into the codes"
+    return "folded by its mask" if how.standardization is not None and how.standardization.sign else ""
+
+
+def eager_row(index: int, tensor: EagerTensor) -> Row:
+    use = str(tensor.use) if tensor.use is not None else ""
+    code = None if tensor.is_mask else tensor.code
+    reason = "saved by eager PyTorch"
+    if tensor.code is None:
+        reason += (
+            f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
+        )
+    return Row(
+        graph=None,
+        runs=1,
+        name=f"eager_{index}",
+        module="",
+        op=use,
+        shape=tensor.shape,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        encoding=(Keep if tensor.code is None else Mask if tensor.is_mask else Quantize).label,
+        bits=tensor.code.bits if tensor.code is not None else None,
+        rounding=code.rounding if code is not None else None,
+        group_size=code.group_size if code is not None else None,
+        sensitivity=None,
+        bytes_before=tensor.bytes_before,
+        bytes_after=tensor.bytes_after,
+        copies=int(tensor.bytes_after > 0),
+        reason=reason,
+    )
