@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
+from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import tensor_seed
 from gact_fx.profiling.cut_backward import Segment, cut_backward
 from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
@@ -47,11 +48,32 @@ def _signs(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return signs
 
 
+class OneError:
+    """Derivatives with respect to what several runs of a graph store in the same codes: these have one error."""
+
+    def __init__(self) -> None:
+        self._meters: list[tuple[RoundingMeter, Stopped | None]] = []
+        self._sums: Slopes = []
+
+    def add(self, meter: RoundingMeter, stopped: Stopped | None, slopes: Slopes) -> None:
+        """One more run, with one derivative per probe, or none."""
+        self._meters.append((meter, stopped))
+        both = self._sums and slopes
+        self._sums = [a + b for a, b in zip(self._sums, slopes, strict=True)] if both else self._sums or slopes
+
+    def finish(self) -> None:
+        """Give every run an equal part of what the error does to all that it reaches."""
+        for meter, stopped in self._meters:
+            for slope in self._sums:
+                meter.add(slope, stopped)
+            meter.divide(len(self._meters))
+
+
 class Adjoint:
     """One graph's backward pass, differentiated segment by segment from its end.
 
     ``arriving`` are derivatives with respect to outputs, by position (none for those that reach nothing); the probes'
-    ``signs`` stand for the rest.
+    ``signs`` stand for the rest. ``shared``: by name, the tensors whose error is that of other runs, too.
     """
 
     def __init__(
@@ -61,7 +83,9 @@ class Adjoint:
         arriving: Mapping[int, Slopes],
         signs: Signs,
         probes: int,
+        shared: Mapping[str, OneError],
     ) -> None:
+        self._shared = shared
         self.opaque: set[Place] = set()
         self.meters: dict[str, RoundingMeter] = {}
         self._sources = sources
@@ -205,8 +229,12 @@ class Adjoint:
             values = self._load(node)
             stopped = self._find_stopped(node.name, values)
             self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
-            for slope in self._slopes.pop(node, []):
-                meter.add(slope, stopped)
+            slopes = self._slopes.pop(node, [])
+            if name in self._shared:
+                self._shared[name].add(meter, stopped, slopes)
+            else:
+                for slope in slopes:
+                    meter.add(slope, stopped)
 
     def _load(self, node: fx.Node) -> Any:
         if node in self._arguments:

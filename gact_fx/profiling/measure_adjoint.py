@@ -14,13 +14,16 @@ incomplete.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP
-from gact_fx.profiling.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.profiling.adjoint import Adjoint, OneError, Signs, Slopes, Sources
 from gact_fx.profiling.rounding_meter import RoundingMeter
 from gact_fx.profiling.tape import Place, Step
 
@@ -38,16 +41,39 @@ def measure_adjoint(
     flowing: dict[Place, Slopes] = {}
     leaves: dict[Any, Slopes] = {}
     meters = []
+    shared = _same_codes(steps)
     # Gradients flow from late graphs to early ones, and their derivatives back.
     for index, step in enumerate(steps):
         arriving = {position: flowing.get(target, []) for position, target in step.flows.items()}
         for position, detour in step.detours.items():
             arriving[position] = _arriving(detour, flowing, leaves, signs, probes)
-        adjoint = Adjoint(step, sources[index], arriving, signs, probes)
+        adjoint = Adjoint(step, sources[index], arriving, signs, probes, shared[index])
         flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
         meters.append(adjoint.meters)
         opaque |= adjoint.opaque
+    for error in {error for errors in shared for error in errors.values()}:
+        error.finish()
     return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
+
+
+def _same_codes(steps: Sequence[Step]) -> list[dict[str, OneError]]:
+    """Per step, by tensor, the error that it has in common with other runs of its graph.
+
+    A graph has one seed for a tensor: what is the same in two runs has the same codes.
+    """
+    found: list[dict[str, OneError]] = [{} for _ in steps]
+    known: dict[tuple[GraphPair, str], list[tuple[torch.Tensor, OneError]]] = {}
+    runs = Counter(step.pair for step in steps)
+    for step, errors in zip(steps, found, strict=True):
+        names = set(step.readings.values()) if runs[step.pair] > 1 else set()
+        placeholders = step.backward.graph.find_nodes(op="placeholder")
+        for placeholder, blob in zip(placeholders, step.arguments, strict=True):
+            if placeholder.name in names:
+                others = known.setdefault((step.pair, placeholder.name), [])
+                error = next((error for other, error in others if torch.equal(other, blob)), OneError())
+                others.append((blob, error))
+                errors[placeholder.name] = error
+    return found
 
 
 def _arriving(

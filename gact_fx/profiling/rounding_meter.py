@@ -72,6 +72,12 @@ class RoundingMeter:
             self._bias += float(channels.double().square().sum())
         self._count += 1
 
+    def divide(self, parts: int) -> None:
+        """Take one of so many equal parts of what was added."""
+        for weighed in self._each():
+            weighed.scale(1 / parts)
+        self._bias /= parts
+
     def weigh_equally(self) -> None:
         """Forget the sensitivities; every element counts alike."""
         for weighed in self._each():
@@ -137,6 +143,10 @@ class _Weighed:
         cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
         self._weights += cells.sum(1)
         self._block_weights += cells.view(-1, _BLOCK)[self._sampled]
+
+    def scale(self, factor: float) -> None:
+        self._weights *= factor
+        self._block_weights *= factor
 
     def weigh_equally(self) -> None:
         self._weights.copy_(self._passes)
