@@ -11,10 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
-from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import tensor_seed
 from gact_fx.profiling.cut_backward import Segment, cut_backward
-from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
+from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Place, Step
 
@@ -46,27 +45,6 @@ def _signs(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     parts = torch.view_as_real(signs) if signs.is_complex() else signs
     parts.random_(0, 2, generator=generator).mul_(2).sub_(1)
     return signs
-
-
-class OneError:
-    """Derivatives with respect to what several runs of a graph store in the same codes: these have one error."""
-
-    def __init__(self) -> None:
-        self._meters: list[tuple[RoundingMeter, Stopped | None]] = []
-        self._sums: Slopes = []
-
-    def add(self, meter: RoundingMeter, stopped: Stopped | None, slopes: Slopes) -> None:
-        """One more run, with one derivative per probe, or none."""
-        self._meters.append((meter, stopped))
-        both = self._sums and slopes
-        self._sums = [a + b for a, b in zip(self._sums, slopes, strict=True)] if both else self._sums or slopes
-
-    def finish(self) -> None:
-        """Give every run an equal part of what the error does to all that it reaches."""
-        for meter, stopped in self._meters:
-            for slope in self._sums:
-                meter.add(slope, stopped)
-            meter.divide(len(self._meters))
 
 
 class Adjoint:

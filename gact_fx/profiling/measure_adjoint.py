@@ -23,8 +23,8 @@ from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.profiling.adjoint import Adjoint, OneError, Signs, Slopes, Sources
-from gact_fx.profiling.rounding_meter import RoundingMeter
+from gact_fx.profiling.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.profiling.rounding_meter import OneError, RoundingMeter
 from gact_fx.profiling.tape import Place, Step
 
 

@@ -113,6 +113,27 @@ class RoundingMeter:
         return self._bias / self._count if self._count and math.isfinite(self._bias) else None
 
 
+class OneError:
+    """Derivatives with respect to what several runs of a graph store in the same codes: these have one error."""
+
+    def __init__(self) -> None:
+        self._meters: list[tuple[RoundingMeter, Stopped | None]] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, meter: RoundingMeter, stopped: Stopped | None, slopes: list[torch.Tensor]) -> None:
+        """One more run, with one derivative per probe, or none."""
+        self._meters.append((meter, stopped))
+        both = self._sums and slopes
+        self._sums = [a + b for a, b in zip(self._sums, slopes, strict=True)] if both else self._sums or slopes
+
+    def finish(self) -> None:
+        """Give every run an equal part of what the error does to all that it reaches."""
+        for meter, stopped in self._meters:
+            for slope in self._sums:
+                meter.add(slope, stopped)
+            meter.divide(len(self._meters))
+
+
 class _Weighed:
     """Ranges of a tensor's cells and the weights of its elements: of all, or of those that a mask does not stop."""
 
