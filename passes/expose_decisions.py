@@ -8,13 +8,14 @@ is linear in x.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, dependents
+from gact_fx.graphs.edit import add_call, add_full, dependents
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -50,16 +51,8 @@ class _Writer:
         """``where`` with numbers in the dtype of the tensor beside them."""
         tensor = left if isinstance(left, fx.Node) else right
         value = tensor.meta["val"]
-        branches = [x if isinstance(x, fx.Node) else self._number(x, value) for x in (left, right)]
+        branches = [x if isinstance(x, fx.Node) else add_full(self._graph, [], x, value) for x in (left, right)]
         return self(aten.where.self, condition, *branches)
-
-    def _number(self, number: float, like: torch.Tensor) -> fx.Node:
-        # Not full_like, which Inductor would want decomposed.
-        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        node = self._graph.create_node("call_function", aten.full.default, ([], number), options)
-        with like.fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = aten.full.default([], number, **options)
-        return node
 
 
 def _compare_inputs_instead(node: fx.Node) -> None:
@@ -84,18 +77,10 @@ def _relu(write: _Writer, x: fx.Node) -> fx.Node:
     return write.where(write(aten.le.Scalar, x, 0), 0.0, x)
 
 
-def _clamp_min(write: _Writer, x: fx.Node, low: Any) -> fx.Node:
-    return write.where(write(aten.lt.Scalar, x, low), low, x)
-
-
-def _clamp_max(write: _Writer, x: fx.Node, high: Any) -> fx.Node:
-    return write.where(write(aten.gt.Scalar, x, high), high, x)
-
-
 def _clamp(write: _Writer, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
     if low is not None and high is not None and not low <= high:
         return None  # a constant
-    bounded = x if low is None else _clamp_min(write, x, low)
+    bounded = x if low is None else write.where(write(aten.lt.Scalar, x, low), low, x)
     return bounded if high is None else write.where(write(aten.gt.Scalar, x, high), high, bounded)
 
 
@@ -103,14 +88,11 @@ def _abs(write: _Writer, x: fx.Node) -> fx.Node:
     return write.where(write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
 
 
-def _pick(compare: Any) -> Callable[..., fx.Node | None]:
-    def spell(write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
-        if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
-            return None  # broadcast: rare, and its kink is left as it is
-        takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))
-        return write(aten.where.self, takes_right, right, left)
-
-    return spell
+def _pick(compare: Any, write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
+    if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
+        return None  # broadcast: rare, and its kink is left as it is
+    takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))
+    return write(aten.where.self, takes_right, right, left)
 
 
 def _is_real(node: fx.Node) -> bool:
@@ -123,10 +105,10 @@ def _is_real(node: fx.Node) -> bool:
 
 _SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {
     aten.relu.default: _relu,
-    aten.clamp_min.default: _clamp_min,
-    aten.clamp_max.default: _clamp_max,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: lambda write, x, high: _clamp(write, x, None, high),
     aten.clamp.default: _clamp,
     aten.abs.default: _abs,
-    aten.maximum.default: _pick(aten.le.Tensor),
-    aten.minimum.default: _pick(aten.ge.Tensor),
+    aten.maximum.default: partial(_pick, aten.le.Tensor),
+    aten.minimum.default: partial(_pick, aten.ge.Tensor),
 }
