@@ -19,6 +19,8 @@ from gact_fx.graphs.edit import add_call, add_full, dependents
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
+# (target, *args) -> a new call, named after the node that is spelled out
+Write = Callable[..., fx.Node]
 
 
 def expose_decisions(pair: GraphPair, context: Context) -> None:
@@ -30,29 +32,23 @@ def expose_decisions(pair: GraphPair, context: Context) -> None:
         if node.op == "call_function" and node not in depends and _is_real(node):
             spell = _SPELLINGS.get(node.target)
             if spell is not None:
+                write = partial(_write, graph, f"{node.name}_spelled")
                 with graph.inserting_before(node):
-                    spelled = spell(_Writer(graph, node.name), *node.args, **node.kwargs)
+                    spelled = spell(write, *node.args, **node.kwargs)
                 if spelled is not None:
                     _compare_inputs_instead(node)
                     node.replace_all_uses_with(spelled)
 
 
-class _Writer:
-    """Adds calls named after the node that they spell out."""
+def _write(graph: fx.Graph, name: str, target: Any, *args: Any) -> fx.Node:
+    return add_call(graph, target, args, name)
 
-    def __init__(self, graph: fx.Graph, name: str) -> None:
-        self._graph = graph
-        self._name = name
 
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
-        return add_call(self._graph, target, args, f"{self._name}_spelled")
-
-    def where(self, condition: fx.Node, left: Any, right: Any) -> fx.Node:
-        """``where`` with numbers in the dtype of the tensor beside them."""
-        tensor = left if isinstance(left, fx.Node) else right
-        value = tensor.meta["val"]
-        branches = [x if isinstance(x, fx.Node) else add_full(self._graph, [], x, value) for x in (left, right)]
-        return self(aten.where.self, condition, *branches)
+def _where(write: Write, condition: fx.Node, left: Any, right: Any) -> fx.Node:
+    """``where`` with numbers in the dtype of the tensor beside them."""
+    like = (left if isinstance(left, fx.Node) else right).meta["val"]
+    branches = [x if isinstance(x, fx.Node) else add_full(condition.graph, [], x, like) for x in (left, right)]
+    return write(aten.where.self, condition, *branches)
 
 
 def _compare_inputs_instead(node: fx.Node) -> None:
@@ -73,22 +69,22 @@ def _compare_inputs_instead(node: fx.Node) -> None:
 
 
 # NaN compares as false throughout, and must come out again.
-def _relu(write: _Writer, x: fx.Node) -> fx.Node:
-    return write.where(write(aten.le.Scalar, x, 0), 0.0, x)
+def _relu(write: Write, x: fx.Node) -> fx.Node:
+    return _where(write, write(aten.le.Scalar, x, 0), 0.0, x)
 
 
-def _clamp(write: _Writer, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
+def _clamp(write: Write, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
     if low is not None and high is not None and not low <= high:
         return None  # a constant
-    bounded = x if low is None else write.where(write(aten.lt.Scalar, x, low), low, x)
-    return bounded if high is None else write.where(write(aten.gt.Scalar, x, high), high, bounded)
+    bounded = x if low is None else _where(write, write(aten.lt.Scalar, x, low), low, x)
+    return bounded if high is None else _where(write, write(aten.gt.Scalar, x, high), high, bounded)
 
 
-def _abs(write: _Writer, x: fx.Node) -> fx.Node:
-    return write.where(write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
+def _abs(write: Write, x: fx.Node) -> fx.Node:
+    return _where(write, write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
 
 
-def _pick(compare: Any, write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
+def _pick(compare: Any, write: Write, left: fx.Node, right: fx.Node) -> fx.Node | None:
     if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
         return None  # broadcast: rare, and its kink is left as it is
     takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))

@@ -121,11 +121,8 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
 
 def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str, int]) -> str:
     """One as large as the mask, and of those one with few masks yet: into the codes of each one can be merged."""
-
-    def rank(tensor: fx.Node) -> tuple[bool, int, str]:
-        return not have_same_shape(tensor.meta["val"], mask.meta["val"]), hosted[tensor.name], tensor.name
-
-    return min(tensors, key=rank).name
+    like = mask.meta["val"]
+    return min((not have_same_shape(t.meta["val"], like), hosted[t.name], t.name) for t in tensors)[-1]
 
 
 def is_discontinuous(node: fx.Node) -> bool:

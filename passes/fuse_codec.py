@@ -43,12 +43,11 @@ def fuse_codec(pair: GraphPair, context: Context) -> int:
 def _inline(node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     """Put the operations that ``node`` stands for in its place."""
     graph, inputs = node.graph, node.all_input_nodes
-    position = {n: i for i, n in enumerate(inputs)}
-    function = _SPELLED_OUT[node.target]
 
     def spelled_out(*values: Any) -> torch.Tensor:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[position[n]])
-        return function(*args, **kwargs)
+        given = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given[n])
+        return _SPELLED_OUT[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
     tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))

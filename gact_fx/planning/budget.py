@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gact_fx.codec.code import Code
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.passes.encodings import GraphAnalysis, fixed_nbytes
@@ -112,12 +111,8 @@ def _choose(
 def _fixed(menu: Menu, bits: int) -> Choice:
     """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
     coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
-
-    def rank(found: tuple[Code, Choice]) -> tuple[int, bool, int]:
-        code, _ = found
-        return code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)
-
-    return min(coded, key=rank)[1]
+    ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]
+    return coded[ranks.index(min(ranks))][1]
 
 
 def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
