@@ -29,7 +29,7 @@ from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.share_softmax import share_softmax
 from gact_fx.passes.swap_codes import swap_codes
 
-JOINT, FORWARD, BACKWARD = ("joint",), ("forward",), ("backward",)
+JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forward", "backward")
 
 PIPELINE: tuple[Pass, ...] = (
     Pass("share_softmax", share_softmax, edits=JOINT, when=lambda c: c.config.recompute != "off"),
@@ -47,17 +47,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("read_values", read_values, edits=BACKWARD),
     Pass("defer_recomputation", defer_recomputation, edits=BACKWARD),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
-    Pass(
-        "swap_codes",
-        swap_codes,
-        edits=FORWARD + BACKWARD,
-        gives="swapped",
-        when=lambda c: c.config.swap and not c.is_profiling,
-    ),
-    Pass(
-        "fuse_codec",
-        fuse_codec,
-        edits=FORWARD + BACKWARD,
-        when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off",
-    ),
+    Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
+    Pass("fuse_codec", fuse_codec, edits=BOTH, when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off"),
 )

@@ -11,43 +11,30 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graphs.operators import packet_of
+
 aten = torch.ops.aten
 
 # Operators that return positions along one dimension: their output that does (None: the only one), and which argument
 # names the dimension, with its default.
 _ALONG: dict[Any, tuple[int | None, int, int | None]] = {
-    aten.argmax.default: (None, 1, None),
-    aten.argmin.default: (None, 1, None),
-    aten.argsort.default: (None, 1, -1),
-    aten.max.dim: (1, 1, None),
-    aten.min.dim: (1, 1, None),
-    aten.median.dim: (1, 1, None),
-    aten.mode.default: (1, 1, -1),
-    aten.sort.default: (1, 1, -1),
-    aten.topk.default: (1, 2, -1),
-    aten.kthvalue.default: (1, 2, -1),
-    aten.cummax.default: (1, 1, None),
-    aten.cummin.default: (1, 1, None),
-}
+    aten.argmax.default: (None, 1, None), aten.argmin.default: (None, 1, None), aten.argsort.default: (None, 1, -1),
+    aten.max.dim: (1, 1, None), aten.min.dim: (1, 1, None), aten.median.dim: (1, 1, None),
+    aten.mode.default: (1, 1, -1), aten.sort.default: (1, 1, -1), aten.topk.default: (1, 2, -1),
+    aten.kthvalue.default: (1, 2, -1), aten.cummax.default: (1, 1, None), aten.cummin.default: (1, 1, None),
+}  # fmt: skip
 # Operators that return positions in a plane of their input: how many of its last dimensions make one.
 _IN_PLANE: dict[Any, int] = {
-    aten.max_pool2d_with_indices.default: 2,
-    aten.max_pool3d_with_indices.default: 3,
-    aten.adaptive_max_pool2d.default: 2,
-    aten.adaptive_max_pool3d.default: 3,
-    aten.fractional_max_pool2d.default: 2,
-}
+    aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
+    aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3, aten.fractional_max_pool2d.default: 2,
+}  # fmt: skip
 # Operators that take positions along a dimension of their first argument, and fail where these lie outside: where the
 # dimension and the positions are among their arguments.
 _TAKES: dict[Any, tuple[int | None, int]] = {
-    aten.index_select.default: (1, 2),
-    aten.gather.default: (1, 2),
-    aten.scatter.src: (1, 2),
-    aten.scatter_add.default: (1, 2),
-    aten.scatter_reduce.two: (1, 2),
-    aten.index_add.default: (1, 2),
+    aten.index_select.default: (1, 2), aten.gather.default: (1, 2), aten.scatter.src: (1, 2),
+    aten.scatter_add.default: (1, 2), aten.scatter_reduce.two: (1, 2), aten.index_add.default: (1, 2),
     aten.embedding.default: (None, 1),
-}
+}  # fmt: skip
 # The same, for a list of positions, of which negative ones count from the end.
 _WRAPPING = (
     aten.index.Tensor, aten.index_put.default, aten._unsafe_index.Tensor, aten._unsafe_index_put.default,
@@ -84,9 +71,8 @@ def _range_by_use(node: fx.Node) -> IndexRange | None:
     for user in node.users:
         if user.op == "output":
             continue
-        packet = getattr(user.target, "overloadpacket", None)
         taken = _taken(user, node)
-        if taken is None and packet in _ALL_ELEMENTS:
+        if taken is None and packet_of(user) in _ALL_ELEMENTS:
             taken = _range_by_use(user)
         elif taken is None and user.target is aten.select.int and user.args[1] == 0:
             row = _range_by_use(user)

@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operators import OpOverload
 from gact_fx.passes.encodings import GraphAnalysis, Quantize, fixed_nbytes
 from gact_fx.passes.find_substitutes import bends_without_bound
@@ -76,35 +77,22 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     for tensor, how in analysis.pairs():
         value = values[tensor.name]
         # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
-        if not isinstance(how, Quantize) or (
-            how.instead and bends_without_bound(value.placeholder, backward[how.instead])
-        ):
+        if not isinstance(how, Quantize):
             continue
-        region = _region(value.source, sources)
-        if region is None:
+        if how.instead and bends_without_bound(value.placeholder, backward[how.instead]):
             continue
-        inner, needs = region
-        flops = {node.name: _flops(node) for node in inner}
-        products = frozenset(name for name, count in flops.items() if count)
-        if products and all(flops[node.name] or is_cheap(node) for node in inner):
+        # What computes it from other saved values and inputs, these included.
+        region = ancestors(value.source.all_input_nodes, sources.__contains__)
+        needs = frozenset(sources[node] for node in region if node in sources)
+        inner = [value.source, *(node for node in region if node not in sources and node.op != "placeholder")]
+        if any(node.op != "call_function" for node in inner):
+            continue
+        flops = {node: _flops(node) for node in inner}
+        products = frozenset(node.name for node in inner if flops[node])
+        if products and all(flops[node] or is_cheap(node) for node in inner):
             nbytes = math.ceil(tensor.numel * USUAL_BITS / 8)
-            found.append(_Candidate(tensor.name, nbytes, sum(flops.values()), products, frozenset(needs)))
+            found.append(_Candidate(tensor.name, nbytes, sum(flops.values()), products, needs))
     return found
-
-
-def _region(source: fx.Node, saved: dict[fx.Node, str]) -> tuple[list[fx.Node], set[str]] | None:
-    """The nodes that compute ``source`` from other saved values and inputs, and the names of those saved values."""
-    inner, needs, stack = [source], set(), list(source.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in saved:
-            needs.add(saved[node])
-        elif node.op != "placeholder" and node not in inner:
-            if node.op != "call_function":
-                return None
-            inner.append(node)
-            stack.extend(node.all_input_nodes)
-    return inner, needs
 
 
 def _flops(node: fx.Node) -> int:

@@ -10,7 +10,7 @@ from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.config import Config
-from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
@@ -45,14 +45,11 @@ class _Decisions:
     """What the analyses say of all saved tensors together; `encoding` says what follows for one of them."""
 
     def __init__(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> None:
-        min_elements = config.min_elements
-        self._values = values = {value.name: value for value in pair.saved_values()}
-        ranges = {
-            t.name: _index_range(t, values[t.name].source, values[t.name].placeholder, min_elements) for t in saved
-        }
+        self._values = {value.name: value for value in pair.saved_values()}
+        ranges = {t.name: _index_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
-        refused = find_refusals(pair, saved, min_elements=min_elements)
+        refused = find_refusals(pair, saved, min_elements=config.min_elements)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
         self._mask_numel = _mask_numel(self._masks, self._nodes)
@@ -123,25 +120,21 @@ class _Decisions:
         if not isinstance(how, Quantize):
             return how
         value = self._values[how.name]
-        ends = value.source, value.placeholder, self._nodes
-        return replace(how, merges=find_merge(how.masks, how.instead, how.standardization, *ends))
+        return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))
 
 
 def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], read: frozenset[str]) -> list[Encoding]:
     """``encodings``, and what `find_standardizations` finds for quantized tensors whose blob serves no other."""
     alone = [how for how in encodings if isinstance(how, Quantize) and how.name not in shared]
-    found = find_standardizations(
-        pair,
-        {how.name: how.instead for how in alone},
-        {how.name: how.masks for how in alone},
-        frozenset(how.name for how in encodings if isinstance(how, Keep)) & read,
-    )
-    return [
-        replace(how, standardization=by, reason="; ".join(filter(None, (how.reason, "standardised as by batch norm"))))
-        if isinstance(how, Quantize) and (by := found.get(how.name)) is not None
-        else how
-        for how in encodings
-    ]
+    instead, masks = {how.name: how.instead for how in alone}, {how.name: how.masks for how in alone}
+    exact = frozenset(how.name for how in encodings if isinstance(how, Keep)) & read
+    found = find_standardizations(pair, instead, masks, exact)
+    standardized = list(encodings)
+    for index, how in enumerate(encodings):
+        if isinstance(how, Quantize) and how.name in found:
+            reason = "; ".join(filter(None, (how.reason, "standardised as by batch norm")))
+            standardized[index] = replace(how, standardization=found[how.name], reason=reason)
+    return standardized
 
 
 def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, int]:
@@ -152,23 +145,22 @@ def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, 
     return total
 
 
-def _index_range(tensor: SavedTensor, node: fx.Node, placeholder: fx.Node, min_elements: int) -> IndexRange | None:
+def _index_range(tensor: SavedTensor, value: SavedValue, min_elements: int) -> IndexRange | None:
     """The range of an integer tensor's elements, None where it is not known or packing would save nothing."""
     is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
     if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
         return None
-    found = index_range(node)
-    if found is not None and found.wraps:
-        # Read as anything but an index, -1 is not the last one.
-        in_backward = index_range(placeholder)
-        if in_backward is None or in_backward.limit != found.limit:
-            return None
-    return found if _bits(found) <= min(16, tensor.dtype.itemsize * 8 - 1) else None
+    found = index_range(value.source)
+    if found is None or _bits(found) > min(16, tensor.dtype.itemsize * 8 - 1):
+        return None
+    # Read as anything but an index, -1 is not the last one.
+    in_backward = index_range(value.placeholder) if found.wraps else found
+    return found if in_backward is not None and in_backward.limit == found.limit else None
 
 
-def _bits(found: IndexRange | None) -> int:
-    """Bits that hold every value exactly, 0 where none are known."""
-    return 0 if found is None else max(found.limit - 1, 1).bit_length()
+def _bits(found: IndexRange) -> int:
+    """Bits that hold every value exactly."""
+    return max(found.limit - 1, 1).bit_length()
 
 
 def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:
@@ -183,10 +175,8 @@ def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: 
     """Tensors that lie in a storage which another saved tensor is the whole of: its blob serves them, too."""
     fits = [t for t in saved if not reasons[t.name] and t.name in masks.values and t.dtype in SOURCE_DTYPES]
     fits = [t for t in fits if not t.dynamic]
-    whole: dict[tuple[int, torch.dtype | None], str] = {}
-    for tensor in fits:
-        if tensor.nbytes == tensor.storage_nbytes:
-            whole.setdefault((tensor.storage, tensor.dtype), tensor.name)
+    # Of several the first.
+    whole = {(t.storage, t.dtype): t.name for t in reversed(fits) if t.nbytes == t.storage_nbytes}
     hosts = {t.name: whole.get((t.storage, t.dtype), t.name) for t in fits}
     return {name: host for name, host in hosts.items() if host != name and name not in masks.hosts.values()}
 

@@ -6,7 +6,6 @@ for every saved tensor. A new encoding is a class here and a choice there.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,10 +23,9 @@ from gact_fx.records import SavedTensor, Standardization
 
 
 @dataclass(frozen=True)
-class Encoding(ABC):
-    """How the saved tensor ``name`` is stored, and the ``reason`` where that needs one.
-
-    ``label`` names the encoding in reports.
+class Encoding:
+    """How the saved tensor ``name`` is stored, and the ``reason`` where that needs one: as nothing, if no class says
+    otherwise. ``label`` names the encoding in reports.
     """
 
     name: str
@@ -35,9 +33,9 @@ class Encoding(ABC):
 
     label: ClassVar[str]
 
-    @abstractmethod
     def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
         """Bytes of what is stored in the tensor's place; None where the tensor itself is held."""
+        return 0
 
     def bits(self, entry: TensorPlan | None) -> int | None:
         """Width of what is stored of an element, None where it is exact in its own dtype."""
@@ -64,9 +62,6 @@ class Drop(Encoding):
 
     label = "drop"
 
-    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
-        return 0
-
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         if value.source.op != "placeholder":
             forward.save(value, forward.empty_like(value.source))
@@ -79,9 +74,6 @@ class Alias(Encoding):
 
     of: str
     label = "alias"
-
-    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -132,13 +124,11 @@ class Mask(Encoding):
         return 1
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
-        mask = forward.packed_masks(self.name, self.masks, self.order)
-        like = value.source.meta["val"]
-        mask = mask if mask is not None else forward.as_bytes(value.source, self.order)
+        mask = forward.packed_masks(self.name, self.masks, self.order) or forward.as_bytes(value.source, self.order)
         forward.save(value, forward.compress(mask, MASK_CODE, value.name))
         if self.masks:
             return (MaskRead(value, self.masks, self.order),)
-        return (ValueRead(value, value.placeholder, like, self.order, MASK_CODE),)
+        return (ValueRead(value, value.placeholder, value.source.meta["val"], self.order, MASK_CODE),)
 
 
 @dataclass(frozen=True)

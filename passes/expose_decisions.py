@@ -8,16 +8,19 @@ is linear in x.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, dependents
+from gact_fx.graphs.edit import add_call, add_full, dependents
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
+# (target, *args) -> a new call, named after the node that is spelled out
+Write = Callable[..., fx.Node]
 
 
 def expose_decisions(pair: GraphPair, context: Context) -> None:
@@ -29,37 +32,23 @@ def expose_decisions(pair: GraphPair, context: Context) -> None:
         if node.op == "call_function" and node not in depends and _is_real(node):
             spell = _SPELLINGS.get(node.target)
             if spell is not None:
+                write = partial(_write, graph, f"{node.name}_spelled")
                 with graph.inserting_before(node):
-                    spelled = spell(_Writer(graph, node.name), *node.args, **node.kwargs)
+                    spelled = spell(write, *node.args, **node.kwargs)
                 if spelled is not None:
                     _compare_inputs_instead(node)
                     node.replace_all_uses_with(spelled)
 
 
-class _Writer:
-    """Adds calls named after the node that they spell out."""
+def _write(graph: fx.Graph, name: str, target: Any, *args: Any) -> fx.Node:
+    return add_call(graph, target, args, name)
 
-    def __init__(self, graph: fx.Graph, name: str) -> None:
-        self._graph = graph
-        self._name = name
 
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
-        return add_call(self._graph, target, args, f"{self._name}_spelled")
-
-    def where(self, condition: fx.Node, left: Any, right: Any) -> fx.Node:
-        """``where`` with numbers in the dtype of the tensor beside them."""
-        tensor = left if isinstance(left, fx.Node) else right
-        value = tensor.meta["val"]
-        branches = [x if isinstance(x, fx.Node) else self._number(x, value) for x in (left, right)]
-        return self(aten.where.self, condition, *branches)
-
-    def _number(self, number: float, like: torch.Tensor) -> fx.Node:
-        # Not full_like, which Inductor would want decomposed.
-        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        node = self._graph.create_node("call_function", aten.full.default, ([], number), options)
-        with like.fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = aten.full.default([], number, **options)
-        return node
+def _where(write: Write, condition: fx.Node, left: Any, right: Any) -> fx.Node:
+    """``where`` with numbers in the dtype of the tensor beside them."""
+    like = (left if isinstance(left, fx.Node) else right).meta["val"]
+    branches = [x if isinstance(x, fx.Node) else add_full(condition.graph, [], x, like) for x in (left, right)]
+    return write(aten.where.self, condition, *branches)
 
 
 def _compare_inputs_instead(node: fx.Node) -> None:
@@ -80,37 +69,26 @@ def _compare_inputs_instead(node: fx.Node) -> None:
 
 
 # NaN compares as false throughout, and must come out again.
-def _relu(write: _Writer, x: fx.Node) -> fx.Node:
-    return write.where(write(aten.le.Scalar, x, 0), 0.0, x)
+def _relu(write: Write, x: fx.Node) -> fx.Node:
+    return _where(write, write(aten.le.Scalar, x, 0), 0.0, x)
 
 
-def _clamp_min(write: _Writer, x: fx.Node, low: Any) -> fx.Node:
-    return write.where(write(aten.lt.Scalar, x, low), low, x)
-
-
-def _clamp_max(write: _Writer, x: fx.Node, high: Any) -> fx.Node:
-    return write.where(write(aten.gt.Scalar, x, high), high, x)
-
-
-def _clamp(write: _Writer, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
+def _clamp(write: Write, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
     if low is not None and high is not None and not low <= high:
         return None  # a constant
-    bounded = x if low is None else _clamp_min(write, x, low)
-    return bounded if high is None else write.where(write(aten.gt.Scalar, x, high), high, bounded)
+    bounded = x if low is None else _where(write, write(aten.lt.Scalar, x, low), low, x)
+    return bounded if high is None else _where(write, write(aten.gt.Scalar, x, high), high, bounded)
 
 
-def _abs(write: _Writer, x: fx.Node) -> fx.Node:
-    return write.where(write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
+def _abs(write: Write, x: fx.Node) -> fx.Node:
+    return _where(write, write(aten.lt.Scalar, x, 0), write(aten.neg.default, x), x)
 
 
-def _pick(compare: Any) -> Callable[..., fx.Node | None]:
-    def spell(write: _Writer, left: fx.Node, right: fx.Node) -> fx.Node | None:
-        if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
-            return None  # broadcast: rare, and its kink is left as it is
-        takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))
-        return write(aten.where.self, takes_right, right, left)
-
-    return spell
+def _pick(compare: Any, write: Write, left: fx.Node, right: fx.Node) -> fx.Node | None:
+    if left.meta["val"].shape != right.meta["val"].shape or left.meta["val"].dtype != right.meta["val"].dtype:
+        return None  # broadcast: rare, and its kink is left as it is
+    takes_right = write(aten.logical_or.default, write(compare, left, right), write(aten.isnan.default, right))
+    return write(aten.where.self, takes_right, right, left)
 
 
 def _is_real(node: fx.Node) -> bool:
@@ -123,10 +101,10 @@ def _is_real(node: fx.Node) -> bool:
 
 _SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {
     aten.relu.default: _relu,
-    aten.clamp_min.default: _clamp_min,
-    aten.clamp_max.default: _clamp_max,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: lambda write, x, high: _clamp(write, x, None, high),
     aten.clamp.default: _clamp,
     aten.abs.default: _abs,
-    aten.maximum.default: _pick(aten.le.Tensor),
-    aten.minimum.default: _pick(aten.ge.Tensor),
+    aten.maximum.default: partial(_pick, aten.le.Tensor),
+    aten.minimum.default: partial(_pick, aten.ge.Tensor),
 }

@@ -15,51 +15,26 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of
+from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
 from gact_fx.graphs.sizes import have_same_shape
 
 aten = torch.ops.aten
 
 # Float-valued, but with steps in them; the backward formulas compare their saved argument.
 _DISCONTINUOUS = frozenset(
-    {
-        aten.sign,
-        aten.sgn,
-        aten.floor,
-        aten.ceil,
-        aten.round,
-        aten.trunc,
-        aten.heaviside,
-        aten.frac,
-        aten.fmod,
-        aten.remainder,
-        aten.floor_divide,
-        aten.copysign,
-        aten.frexp,
-        # Across the negative axis they jump by a whole or half turn.
-        aten.atan2,
-        aten.angle,
-        aten.hardshrink,
-        aten.fake_quantize_per_tensor_affine_cachemask,
-        aten.fake_quantize_per_channel_affine_cachemask,
-        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-        aten.threshold_backward,
-        aten.hardtanh_backward,
-        aten.leaky_relu_backward,
-        aten.hardswish_backward,
-        aten.hardsigmoid_backward,
-        aten.hardshrink_backward,
-        aten.softshrink_backward,
-        aten.rrelu_with_noise_backward,
-        aten._prelu_kernel_backward,
-        aten.threshold,
-        aten.multi_margin_loss_backward,
-        aten.multilabel_margin_loss_backward,
-        aten._segment_reduce_backward,
-        aten._fake_quantize_learnable_per_tensor_affine_backward,
-        aten._fake_quantize_learnable_per_channel_affine_backward,
-    }
-)
+    {aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.heaviside, aten.frac, aten.fmod,
+     aten.remainder, aten.floor_divide, aten.copysign, aten.frexp, aten.hardshrink, aten.threshold,
+     # Across the negative axis they jump by a whole or half turn.
+     aten.atan2, aten.angle,
+     aten.fake_quantize_per_tensor_affine_cachemask, aten.fake_quantize_per_channel_affine_cachemask,
+     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
+     aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
+     aten.hardsigmoid_backward, aten.hardshrink_backward, aten.softshrink_backward, aten.rrelu_with_noise_backward,
+     aten._prelu_kernel_backward, aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward,
+     aten._segment_reduce_backward, aten._fake_quantize_learnable_per_tensor_affine_backward,
+     aten._fake_quantize_learnable_per_channel_affine_backward}
+)  # fmt: skip
 # Whose operators gact_fx knows: smooth but for those listed, here and in `find_substitutes`.
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prims", "gact_fx", "inductor", "rngprims", "_c10d_functional", "_c10d_functional_autograd",
@@ -101,11 +76,9 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
     tangents = pair.tangents()
     derivable: set[fx.Node] = set()
     for node in pair.backward.graph.nodes:
-        if node.op == "placeholder":
-            given = node.name not in tangents
-        else:
-            given = node.op == "call_function" and _is_copyable(node) and derivable.issuperset(node.all_input_nodes)
-        if given:
+        is_saved = node.op == "placeholder" and node.name not in tangents
+        is_copyable = node.op == "call_function" and not draws(node)
+        if is_saved or (is_copyable and derivable.issuperset(node.all_input_nodes)):
             derivable.add(node)
     return frozenset(derivable)
 
@@ -141,19 +114,15 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], dict[
             known.add(node)
         elif any(user not in boolean for user in node.users):
             known.add(node)
-            hosts[node.name] = _choose_host(
-                node, [placeholders[name] for name in sources[node]], Counter(hosts.values())
-            )
+            tensors = [placeholders[name] for name in sources[node]]
+            hosts[node.name] = _choose_host(node, tensors, Counter(hosts.values()))
     return hosts, {}
 
 
 def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str, int]) -> str:
     """One as large as the mask, and of those one with few masks yet: into the codes of each one can be merged."""
-
-    def rank(tensor: fx.Node) -> tuple[bool, int, str]:
-        return not have_same_shape(tensor.meta["val"], mask.meta["val"]), hosted[tensor.name], tensor.name
-
-    return min(tensors, key=rank).name
+    like = mask.meta["val"]
+    return min((not have_same_shape(t.meta["val"], like), hosted[t.name], t.name) for t in tensors)[-1]
 
 
 def is_discontinuous(node: fx.Node) -> bool:
@@ -185,7 +154,7 @@ def _decisive_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _has_steps(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     # Only with a rounding mode, which is always a keyword, are there steps in a quotient.
     return packet in _DISCONTINUOUS or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
 
@@ -205,19 +174,13 @@ def _is_boolean(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
-def _is_copyable(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded not in tags
+def draws(node: fx.Node) -> bool:
+    """Whether ``node`` takes numbers, or seeds, from a generator: drawn again they would be others."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def values_read(pair: GraphPair, masks: frozenset[str]) -> frozenset[str]:
     """Placeholders that backward's outputs need when the nodes in ``masks`` are given."""
-    stack = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node.name not in masks:
-                stack.extend(node.all_input_nodes)
-    return frozenset(node.name for node in seen if node.op == "placeholder")
+    outputs = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
+    read = ancestors(outputs, lambda node: node.name in masks)
+    return frozenset(node.name for node in read if node.op == "placeholder")

@@ -9,7 +9,10 @@ from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import SizeBuilder
+from gact_fx.passes.find_masks import draws
 from gact_fx.records import SavedTensor
 
 aten = torch.ops.aten
@@ -25,15 +28,13 @@ _REDUCTIONS = frozenset(
     {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
      aten.prod, aten.norm, aten.linalg_vector_norm}
 )  # fmt: skip
-# Outputs of fused operators that are statistics: (operator, index) of the getitem.
-_STATISTICS = frozenset(
-    {(aten.native_layer_norm, 1), (aten.native_layer_norm, 2), (aten.native_group_norm, 1), (aten.native_group_norm, 2),
-     (aten.native_batch_norm, 1), (aten.native_batch_norm, 2), (aten._native_batch_norm_legit_functional, 1),
-     (aten._native_batch_norm_legit_functional, 2), (aten._native_batch_norm_legit_functional, 3),
-     (aten._native_batch_norm_legit_functional, 4), (aten._scaled_dot_product_flash_attention_for_cpu, 1),
-     (aten._scaled_dot_product_flash_attention, 1), (aten._scaled_dot_product_efficient_attention, 1),
-     (aten._scaled_dot_product_cudnn_attention, 1)}
-)  # fmt: skip
+# Fused operators → which of their outputs are statistics.
+_STATISTICS: dict[object, tuple[int, ...]] = {
+    aten.native_layer_norm: (1, 2), aten.native_group_norm: (1, 2), aten.native_batch_norm: (1, 2),
+    aten._native_batch_norm_legit_functional: (1, 2, 3, 4), aten._scaled_dot_product_flash_attention_for_cpu: (1,),
+    aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
+    aten._scaled_dot_product_cudnn_attention: (1,),
+}  # fmt: skip
 # Results that backward divides by what they came from, or multiplies by an inverse: an error in them grows without
 # bound as that comes near zero, or becomes singular.
 _MAGNIFIED = frozenset(
@@ -65,7 +66,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return "a statistic of rows or channels"
     if tensor.dtype is not torch.bool and _is_magnified(node):
         return "backward magnifies its errors, by the inverse of what it came from"
-    roots = _roots(node)
+    roots = [i for i in ancestors([node]) if i.op in ("placeholder", "get_attr") or draws(i)]
     if all(root.name in pair.static_inputs for root in roots):
         return "computed from parameters alone" if roots else "a constant"
     if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
@@ -75,13 +76,12 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
 
 def _is_statistic(node: fx.Node) -> bool:
     """Whether ``node`` is a reduction, or pointwise work on reductions alone (``rsqrt(var + eps)``)."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if node.op != "call_function":
         return False
     if packet is None:  # getitem
-        parent, index = node.args[0], node.args[1]
-        parent_packet = getattr(parent.target, "overloadpacket", None) if isinstance(parent, fx.Node) else None
-        return parent_packet in _REDUCTIONS or (parent_packet, index) in _STATISTICS
+        parent, index = packet_of(node.args[0]), node.args[1]
+        return parent in _REDUCTIONS or index in _STATISTICS.get(parent, ())
     if packet in _REDUCTIONS:
         return True
     is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in (
@@ -93,24 +93,9 @@ def _is_statistic(node: fx.Node) -> bool:
 
 def _is_magnified(node: fx.Node) -> bool:
     # These meet their own inverse in backward.
-    if any(getattr(user.target, "overloadpacket", None) in _INVERTED for user in node.users):
+    if any(packet_of(user) in _INVERTED for user in node.users):
         return True
-    while getattr(node.target, "overloadpacket", None) in (aten.detach, aten.alias) or node.target is getitem:
+    while packet_of(node) in (aten.detach, aten.alias) or node.target is getitem:
         node = node.all_input_nodes[0]
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     return packet in _MAGNIFIED or (packet in _SCATTERED and "prod" in node.args)
-
-
-def _roots(node: fx.Node) -> set[fx.Node]:
-    """The placeholders and random operators that ``node`` is computed from."""
-    stack, seen, roots = [node], set(), set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        tags = getattr(current.target, "tags", ())
-        if current.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
-            roots.add(current)
-        stack.extend(current.all_input_nodes)
-    return roots

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from operator import getitem as _getitem
+from operator import getitem
 
 import torch
 from torch import fx
 
-from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import behind
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
 from gact_fx.records import Boundary, SavedTensor
+
+aten = torch.ops.aten
 
 
 def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, ...]:
@@ -33,33 +35,30 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
             owners.setdefault(storage_key(value), "output")
     counts: Counter[str] = Counter()
     tensors = []
-    for value in pair.saved_values():
-        op = _op_name(_producer(value.source))
-        tensor = _describe(value, f"{op}#{counts[op]}", op, storages, owners)
-        tensors.append(tensor if tensor.dtype is None else replace(tensor, boundary=_boundary(value.source, pair)))
+    for saved in pair.saved_values():
+        # Detach and alias say nothing about what was saved.
+        producer = behind(saved.source, (aten.detach, aten.alias))
+        op = _op_name(producer)
+        names = (saved.name, f"{op}#{counts[op]}", op, _module_path(producer))
         counts[op] += 1
+        value = saved.source.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            tensors.append(SavedTensor(*names, (), (), None, -1, 0, "symbol"))
+            continue
+        storage = storage_key(value)
+        tensor = SavedTensor(
+            *names,
+            shape=tuple(hint(size) for size in value.shape),
+            stride=tuple(hint(step) for step in value.stride()),
+            dtype=value.dtype,
+            storage=storages.setdefault(storage, len(storages)),
+            storage_nbytes=hint(value.untyped_storage().nbytes()),
+            owner=owners.get(storage, "nobody"),
+            dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
+            boundary=_boundary(saved.source, pair),
+        )
+        tensors.append(tensor)
     return tuple(tensors)
-
-
-def _describe(saved: SavedValue, key: str, op: str, storages: dict[int, int], owners: dict[int, str]) -> SavedTensor:
-    value = saved.source.meta.get("val")
-    module = _module_path(_producer(saved.source))
-    if not isinstance(value, torch.Tensor):
-        return SavedTensor(saved.name, key, op, module, (), (), None, -1, 0, "symbol")
-    storage = storage_key(value)
-    return SavedTensor(
-        name=saved.name,
-        key=key,
-        op=op,
-        module=module,
-        shape=tuple(hint(size) for size in value.shape),
-        stride=tuple(hint(step) for step in value.stride()),
-        dtype=value.dtype,
-        storage=storages.setdefault(storage, len(storages)),
-        storage_nbytes=hint(value.untyped_storage().nbytes()),
-        owner=owners.get(storage, "nobody"),
-        dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
-    )
 
 
 def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
@@ -73,17 +72,10 @@ def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
     return next((where for where, x in memory if isinstance(x, torch.Tensor) and storage_key(x) == key), None)
 
 
-def _producer(node: fx.Node) -> fx.Node:
-    """The node behind detach and alias, which say nothing about what was saved."""
-    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _op_name(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "input"
-    if node.target is _getitem and isinstance(node.args[0], fx.Node):
+    if node.target is getitem and isinstance(node.args[0], fx.Node):
         return f"{_op_name(node.args[0])}[{node.args[1]}]"
     return str(node.target).removesuffix(".default")
 

@@ -10,14 +10,15 @@ and the results stay unbiased: what is rounded is still linear in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import ancestors, behind
+from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import have_same_shape, hint
 from gact_fx.records import Standardization
 
@@ -59,7 +60,7 @@ def find_standardizations(
             node = backward[other]
             is_centred = node.target is aten.sub.Tensor and node.args[0] is values[name].placeholder and bool(rstd)
             # Some number may be subtracted: those of a channel then do not sum to zero.
-            is_centred = is_centred and sources.get(_behind_views(node.args[1])) in means
+            is_centred = is_centred and sources.get(behind(node.args[1], _VIEWS)) in means
             if is_centred:
                 found[name] = Standardization("", rstd, _sign(node, masks[name], backward))
         elif mean and rstd:
@@ -71,7 +72,6 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """Nodes of forward with the mean of every channel of ``x``, and with 1 / deviation."""
     means: list[fx.Node] = []
     rstds: list[fx.Node] = []
-    channels = x.meta["val"].shape[1]
     for user in x.users:
         if user.target is aten.var_mean.correction and user.args[0] is x:
             means += _views(_parts(user, 1))
@@ -81,16 +81,13 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             mean, rstd = _BATCH_NORMS[user.target]
             means += _views(_parts(user, mean))
             rstds += _views(_parts(user, rstd))
-
-    def per_channel(nodes: list[fx.Node]) -> list[fx.Node]:
-        shapes = {node: _hints(node) for node in nodes}
-        return [n for n, shape in shapes.items() if shape == [channels] or (shape[1:2] == [channels] and _ones(shape))]
-
-    return per_channel(means), per_channel(rstds)
+    channels = x.meta["val"].shape[1]
+    return [n for n in means if _is_per_channel(n, channels)], [n for n in rstds if _is_per_channel(n, channels)]
 
 
-def _ones(shape: list[int]) -> bool:
-    return all(size == 1 for i, size in enumerate(shape) if i != 1)
+def _is_per_channel(node: fx.Node, channels: int) -> bool:
+    shape = [hint(size) for size in node.meta["val"].shape]
+    return shape in ([channels], [1, channels, *[1] * (len(shape) - 2)])
 
 
 def _parts(node: fx.Node, index: int) -> list[fx.Node]:
@@ -105,31 +102,11 @@ def _views(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes, and the views of them."""
     found = list(nodes)
     for node in found:
-        found += [user for user in node.users if getattr(user.target, "overloadpacket", None) in _VIEWS]
+        found += [user for user in node.users if packet_of(user) in _VIEWS]
     return found
-
-
-def _behind_views(node: Any) -> Any:
-    while isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in _VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _sign(read: fx.Node, masks: Sequence[str], backward: Mapping[str, fx.Node]) -> str:
     """Of the masks as large as ``read`` the one that follows most directly from it, '' where there is none."""
     fits = [mask for mask in masks if have_same_shape(backward[mask].meta["val"], read.meta["val"])]
-    return min(fits, key=lambda mask: len(list(_ancestors(backward[mask]))), default="")
-
-
-def _hints(node: fx.Node) -> list[int]:
-    return [hint(size) for size in node.meta["val"].shape]
-
-
-def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        yield current
-        new = [i for i in current.all_input_nodes if i not in seen]
-        seen.update(new)
-        stack.extend(new)
+    return min(fits, key=lambda mask: len(ancestors([backward[mask]])), default="")

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import ancestors, behind
+from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.find_masks import derivable_nodes, is_known
 from gact_fx.passes.recompute_attention import recomputes
 
@@ -76,42 +79,33 @@ def find_substitutes(
 
     ``trust_unknown``: take operators that gact_fx does not know for smooth and bounded.
     """
-    derivable = derivable_nodes(pair)
     instead: dict[str, str] = {}
     refused: dict[str, str] = {}
     curved: set[str] = set()
+    region = _Region(derivable_nodes(pair), masks)
     for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
-        if placeholder.name not in lossy:
+        name = placeholder.name
+        if name not in lossy:
             continue
-        region = _Region(derivable, masks)
         end = region.last_dominator(placeholder)
         culprit = next(region.unbounded(end), None)
         unknown = None if trust_unknown else region.unknown(end)
         if culprit is not None:
-            refused[placeholder.name] = f"backward is unbounded in it ({culprit.target})"
+            refused[name] = f"backward is unbounded in it ({culprit.target})"
         elif unknown is not None:
-            refused[placeholder.name] = (
-                f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
-            )
+            refused[name] = f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
         elif end is not placeholder:
-            instead[placeholder.name] = end.name
+            instead[name] = end.name
         if region.is_query_or_key(end):
-            curved.add(placeholder.name)
+            curved.add(name)
     return Substitutes(instead, refused, frozenset(curved))
 
 
 def bends_without_bound(start: fx.Node, end: fx.Node) -> bool:
     """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
-    stack, seen = [end], {start}
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            positions = _UNBOUNDED.get(getattr(node.target, "overloadpacket", None), ())
-            if any(isinstance(_argument(node, position), fx.Node) for position in positions):
-                return True
-            stack.extend(node.all_input_nodes)
-    return False
+    between = ancestors([end], lambda node: node is start) - {start}
+    read = (_argument(node, position) for node in between for position in _UNBOUNDED.get(packet_of(node), ()))
+    return any(isinstance(argument, fx.Node) for argument in read)
 
 
 class _Region:
@@ -134,20 +128,19 @@ class _Region:
                 continue
             fits = found.dtype == value.dtype and found.numel() == value.numel()
             if fits and not self._escapes(self._closure(placeholder, end=node), node):
-                return placeholder if self._is_view(node, placeholder) else node
+                return placeholder if behind(node, _VIEWS) is placeholder else node
         return placeholder
 
     def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
         """Operators that a small error in ``start`` may make unbounded."""
         for node in self._closure(start):
             for user in self._users(node):
-                packet = getattr(user.target, "overloadpacket", None)
-                for position in _UNBOUNDED.get(packet, ()):
+                for position in _UNBOUNDED.get(packet_of(user), ()):
                     is_bounded = _is_nonpositive(node) or _is_logistic(user)
                     fits_again = position in _QUERY_AND_KEY and recomputes(user)
                     if _argument(user, position) is node and not is_bounded and not fits_again:
                         yield user
-                if packet is aten.pow and user.args[0] is node and _negative(user.args[1]):
+                if packet_of(user) is aten.pow and user.args[0] is node and _negative(user.args[1]):
                     yield user
 
     def unknown(self, start: fx.Node) -> fx.Node | None:
@@ -178,13 +171,6 @@ class _Region:
     def _users(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if user.name not in self._masks]
 
-    def _is_view(self, node: fx.Node, placeholder: fx.Node) -> bool:
-        while node is not placeholder:
-            if getattr(node.target, "overloadpacket", None) not in _VIEWS:
-                return False
-            node = node.all_input_nodes[0]
-        return True
-
 
 def _argument(node: fx.Node, position: int | str) -> object:
     if isinstance(position, str):
@@ -192,35 +178,28 @@ def _argument(node: fx.Node, position: int | str) -> object:
     return node.args[position] if len(node.args) > position else None
 
 
-def _is_nonpositive(node: object) -> bool:
+def _is_nonpositive(node: Any) -> bool:
     """Whether no element of ``node`` is positive by construction, as ``-x^2 / 2``: its exponential is bounded."""
     node = _behind_views(node)
-    packet = getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
-    if not isinstance(node, fx.Node) or packet not in (aten.neg, aten.mul):
-        return False
-    if packet is aten.neg:
+    if packet_of(node) is aten.neg:
         return _is_nonnegative(node.args[0])
+    if packet_of(node) is not aten.mul:
+        return False
     pairs = (node.args[:2], node.args[1::-1])
     return any(_is_nonnegative(a) and (_negative(b) or _is_nonpositive(b)) for a, b in pairs)
 
 
-def _is_nonnegative(node: object) -> bool:
+def _is_nonnegative(node: Any) -> bool:
     """Whether no element of ``node`` is negative by construction: squares, exponentials, softplus."""
     node = _behind_views(node)
-    packet = getattr(node.target, "overloadpacket", None) if isinstance(node, fx.Node) else None
-    if not isinstance(node, fx.Node) or packet is None:
-        return False
+    packet = packet_of(node)
     if packet is aten.pow:
         return isinstance(node.args[1], int) and node.args[1] % 2 == 0
     if packet is aten.where:
         condition, large, other = node.args
         # Softplus is x itself where x is large.
-        is_large = (
-            isinstance(condition, fx.Node)
-            and condition.target is aten.gt.Scalar
-            and condition.args[0] is large
-            and not _negative(condition.args[1])
-        )
+        is_comparison = condition.target is aten.gt.Scalar and condition.args[0] is large
+        is_large = is_comparison and not _negative(condition.args[1])
         return (is_large or _is_nonnegative(large)) and _is_nonnegative(other)
     if packet is aten.log1p:
         return _is_nonnegative(node.args[0])
@@ -228,7 +207,7 @@ def _is_nonnegative(node: object) -> bool:
     return is_square or packet in (aten.square, aten.exp, aten.softplus, aten.sigmoid, aten.relu, aten.abs)
 
 
-def _behind_views(node: object) -> object:
+def _behind_views(node: Any) -> Any:
     while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
         node = node.args[0]
     return node
@@ -238,39 +217,32 @@ def _is_logistic(node: fx.Node) -> bool:
     """Whether ``node`` is part of ``y / (1 + exp(x))``, ``y * exp(x) / (1 + exp(x))``, ``log(1 + exp(x))`` or
     ``log1p(exp(x))``, which are smooth although their parts are not bounded.
     """
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     if packet is aten.exp:
-        return bool(node.users) and all(
-            user.target is aten.log1p.default or _is_one_plus_exp(user) or _is_divided(user, node)
-            for user in node.users
-        )
+        harmless = [u.target is aten.log1p.default or _is_one_plus_exp(u) or _is_divided(u, node) for u in node.users]
+        return bool(harmless) and all(harmless)
     return packet in _DENOMINATORS and _is_one_plus_exp(node.args[_DENOMINATORS[packet]])
 
 
 def _is_divided(node: fx.Node, exponential: fx.Node) -> bool:
     """Whether ``node``, a multiple of ``exponential``, is read by nothing but quotients over one plus the same."""
-    if getattr(node.target, "overloadpacket", None) is not aten.mul or node.args[0] is node.args[1]:
+    if packet_of(node) is not aten.mul or node.args[0] is node.args[1]:
         return False
-    ends = [user for user in node.users if user.target is aten.div.Tensor and user.args[0] is node]
-    denominators = [user.args[1] for user in ends]
-    return len(ends) == len(node.users) and all(
-        isinstance(d, fx.Node) and exponential in d.all_input_nodes and _is_one_plus_exp(d) for d in denominators
+    is_quotient = all(user.target is aten.div.Tensor and user.args[0] is node for user in node.users)
+    return is_quotient and all(
+        _is_one_plus_exp(user.args[1]) and exponential in user.args[1].all_input_nodes for user in node.users
     )
 
 
-def _is_one_plus_exp(node: object) -> bool:
+def _is_one_plus_exp(node: object) -> TypeGuard[fx.Node]:
     """``exp(x) + c`` with c > 0, read by nothing but quotients and logarithms."""
-    if not isinstance(node, fx.Node) or getattr(node.target, "overloadpacket", None) is not aten.add:
+    if not isinstance(node, fx.Node) or packet_of(node) is not aten.add:
         return False
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     numbers = [term for term in node.args[:2] if isinstance(term, (int, float))]
     is_sum = len(terms) == 1 and terms[0].target is aten.exp.default and bool(numbers) and numbers[0] > 0
-    return is_sum and all(_reads_as_denominator(user, node) for user in node.users)
-
-
-def _reads_as_denominator(user: fx.Node, node: fx.Node) -> bool:
-    packet: object = getattr(user.target, "overloadpacket", None)
-    return packet in _DENOMINATORS and user.args[_DENOMINATORS[packet]] is node
+    read = [(user, _DENOMINATORS.get(packet_of(user))) for user in node.users]
+    return is_sum and all(position is not None and user.args[position] is node for user, position in read)
 
 
 def _negative(value: object) -> bool:

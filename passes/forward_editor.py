@@ -11,7 +11,7 @@ from torch import fx
 from gact_fx.codec import operators  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
-from gact_fx.graphs.edit import add_call, latest
+from gact_fx.graphs.edit import add_call, add_full, latest
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -96,10 +96,6 @@ class ForwardEditor:
 
     def empty_like(self, node: fx.Node) -> fx.Node:
         """An empty tensor of the dtype and on the device of ``node``."""
-        graph, val = self._pair.forward.graph, node.meta["val"]
-        options = {"dtype": val.dtype, "device": val.device}
+        graph = self._pair.forward.graph
         with graph.inserting_before(graph.output_node()):
-            empty = graph.call_function(aten.full.default, ([0], 0), options)
-        with val.fake_mode:
-            empty.meta["val"] = aten.full.default([0], 0, **options)
-        return empty
+            return add_full(graph, [0], 0, node.meta["val"])

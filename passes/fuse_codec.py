@@ -29,31 +29,25 @@ _SPELLED_OUT: dict[Any, Callable[..., torch.Tensor]] = {
 
 def fuse_codec(pair: GraphPair, context: Context) -> int:
     """Replace the operators in place, where the configuration or the device asks for it; returns how many."""
-    count = 0
     # The inner compiler's own: graphs that come out of the partitioner are not decomposed again.
     table = decompositions()
-
-    def wanted(device: torch.device) -> bool:
-        return context.config.fuse == "on" or not has_compiled_kernels(device.type)
-
-    for module in (pair.forward, pair.backward):
-        graph = module.graph
-        for node in list(graph.nodes):
-            if node.target in _SPELLED_OUT and wanted(node.meta["val"].device):
-                _inline(graph, node, table)
-                count += 1
-    return count
+    nodes = [node for module in (pair.forward, pair.backward) for node in module.graph.nodes]
+    found = [node for node in nodes if node.target in _SPELLED_OUT]
+    if context.config.fuse != "on":
+        found = [node for node in found if not has_compiled_kernels(node.meta["val"].device.type)]
+    for node in found:
+        _inline(node, table)
+    return len(found)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+def _inline(node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     """Put the operations that ``node`` stands for in its place."""
-    inputs = node.all_input_nodes
-    position = {n: i for i, n in enumerate(inputs)}
-    function = _SPELLED_OUT[node.target]
+    graph, inputs = node.graph, node.all_input_nodes
 
     def spelled_out(*values: Any) -> torch.Tensor:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[position[n]])
-        return function(*args, **kwargs)
+        given = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given[n])
+        return _SPELLED_OUT[node.target](*args, **kwargs)
 
     values = [n.meta["val"] for n in inputs]
     tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))

@@ -1,8 +1,7 @@
 """Insert compress into forward: every saved tensor's blob takes the tensor's place.
 
-Counts and order of forward's outputs and backward's inputs never change. Compression goes right after the source's last
-use in forward; decompression (`read_masks`, `read_values`) goes right before its first use in backward, so that the
-values live as briefly as they can.
+Counts and order of forward's outputs and backward's inputs never change. Compression goes right after the last use in
+forward, decompression (`read_masks`, `read_values`) right before the first in backward, so that values live briefly.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of
+from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
 from gact_fx.graphs.sizes import hint
-from gact_fx.passes.find_masks import is_discontinuous, is_known
+from gact_fx.passes.find_masks import draws, is_discontinuous, is_known
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.share_softmax import is_exp_of_bent
 
@@ -54,7 +54,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
         if node.op != "call_function":
             continue
         # Constants have no inputs at all.
-        if from_parameters.issuperset(node.all_input_nodes) and not _draws(node):
+        if from_parameters.issuperset(node.all_input_nodes) and not draws(node):
             from_parameters.add(node)
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.name in products:
@@ -75,7 +75,7 @@ def is_cheap(node: fx.Node) -> bool:
     """Whether computing ``node`` again costs about as much as reading its inputs, and gives the same from rounded ones
     up to rounding.
     """
-    if node.op != "call_function" or _draws(node) or is_discontinuous(node) or not is_known(node):
+    if node.op != "call_function" or draws(node) or is_discontinuous(node) or not is_known(node):
         return False
     if isinstance(node.target, HigherOrderOperator):
         return False
@@ -93,9 +93,7 @@ def _is_scattered_exp(node: fx.Node) -> bool:
     """
     views = [user for user in node.users if user.target in (aten.view.default, aten.expand.default)]
     users = [*node.users, *(user for view in views for user in view.users)]
-    return node.target is aten.exp.default and any(
-        getattr(user.target, "overloadpacket", None) in _SCATTERS for user in users
-    )
+    return node.target is aten.exp.default and any(packet_of(user) in _SCATTERS for user in users)
 
 
 def _is_reciprocal_deviation(node: fx.Node) -> bool:
@@ -114,11 +112,6 @@ def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return max((hint(v.numel()) for v in values if isinstance(v, torch.Tensor)), default=0)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether ``node`` takes numbers, or seeds, from a generator: drawn again they would be others."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:

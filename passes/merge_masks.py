@@ -11,19 +11,18 @@ channel sum to zero. Backward multiplies them with nothing but the mean of ``dy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from gact_fx.graphs.aot import SavedValue
+from gact_fx.graphs.edit import Add, add_full, behind
 from gact_fx.records import Standardization
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
-# (target, args, name) -> a new call
-Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,23 @@ class Stopped:
 
 
 def find_merge(
-    masks: Sequence[str],
-    instead: str,
-    by: Standardization | None,
-    source: fx.Node,
-    placeholder: fx.Node,
-    backward: Mapping[str, fx.Node],
+    value: SavedValue, masks: Sequence[str], instead: str, by: Standardization | None, backward: Mapping[str, fx.Node]
 ) -> str:
     """The one of a tensor's ``masks`` that its codes can tell, true where a ReLU stops the values; '' if there is none.
 
-    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised; ``source`` is the saved
-    tensor in forward, ``placeholder`` in backward.
+    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised.
     """
     # The steps of groups with NaN have 4 bits of mantissa, but float64's a single one.
-    if source.meta["val"].dtype == torch.float64:
+    if value.source.meta["val"].dtype == torch.float64:
         return ""
     if by is not None:
         return by.sign if by.sign and _is_relu(backward[by.sign]) else ""
-    if instead or source.target is not aten.relu.default:
+    if instead or value.source.target is not aten.relu.default:
         return ""
-    return next((mask for mask in masks if _is_relu(backward[mask]) and _compared(backward[mask]) is placeholder), "")
+    relus = [mask for mask in masks if _is_relu(backward[mask])]
+    # What is compared may have got another name.
+    read = {mask: behind(backward[mask].all_input_nodes[0], (aten.detach, aten.alias)) for mask in relus}
+    return next((mask for mask in relus if read[mask] is value.placeholder), "")
 
 
 def _is_relu(mask: fx.Node) -> bool:
@@ -66,17 +62,9 @@ def _is_relu(mask: fx.Node) -> bool:
     return mask.target is aten.le.Scalar and mask.args[1:] == (0,)
 
 
-def _compared(mask: fx.Node) -> fx.Node:
-    """What ``mask`` compares, behind what only gives it another name."""
-    node = mask.all_input_nodes[0]
-    while node.target in (aten.detach.default, aten.alias.default):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def mark_stopped(values: fx.Node, mask: fx.Node, add: Add) -> fx.Node:
     """``values`` with NaN where ``mask`` is true."""
-    nan = _number(float("nan"), values, add)
+    nan = _number(float("nan"), values)
     return add(aten.where.self, (mask, nan, values), f"{values.name}_marked")
 
 
@@ -89,7 +77,7 @@ def fill_stopped(values: fx.Node, fill: str, add: Add) -> fx.Node:
     """``values`` with the marked elements as they are decoded: "zero", or their "mean" in the channel."""
     name = values.name
     stopped = find_stopped(values, add)
-    passed = add(aten.where.self, (stopped, _number(0.0, values, add), values), f"{name}_passed")
+    passed = add(aten.where.self, (stopped, _number(0.0, values), values), f"{name}_passed")
     if fill == "zero":
         return passed
     value = values.meta["val"]
@@ -118,11 +106,6 @@ def measure_stopped(values: torch.Tensor, mask: torch.Tensor, channel: int | Non
     return Stopped(mask, torch.where(mask, mean - values, zero), channel)
 
 
-def _number(number: float, like: fx.Node, add: Add) -> fx.Node:
-    value = like.meta["val"]
-    graph = like.graph
-    with graph.inserting_before(like):
-        node = graph.call_function(aten.full.default, ([], number), {"dtype": value.dtype, "device": value.device})
-    with value.fake_mode:
-        node.meta["val"] = aten.full.default([], number, dtype=value.dtype, device=value.device)
-    return node
+def _number(number: float, like: fx.Node) -> fx.Node:
+    with like.graph.inserting_before(like):
+        return add_full(like.graph, [], number, like.meta["val"])

@@ -43,15 +43,11 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
         if read.standardization is not None:
             by = resolve(read.standardization, lambda name: nodes[name])
             values = unstandardize(values, by, partial(add_call, graph))
-        views = [
-            add_call(
-                graph,
-                torch.ops.aten.as_strided.default,
-                (dense, list(view.shape), list(view.stride()), view.storage_offset() - like.storage_offset()),
-                f"{alias.name}_view",
-            )
-            for alias, view in read.aliases
-        ]
+        views = []
+        for alias, view in read.aliases:
+            offset = view.storage_offset() - like.storage_offset()
+            arguments = (dense, list(view.shape), list(view.stride()), offset)
+            views.append(add_call(graph, torch.ops.aten.as_strided.default, arguments, f"{alias.name}_view"))
     replace_reads(read.read, values, {dense, values})
     for (alias, _), node in zip(read.aliases, views, strict=True):
         replace_reads(alias.placeholder, node, set())

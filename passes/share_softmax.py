@@ -15,6 +15,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.edit import add_call
+from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.pipeline import Context
 
@@ -78,7 +79,7 @@ def _is_bent(scores: fx.Node) -> bool:
     stack, seen = [scores], set[fx.Node]()
     while stack:
         node = stack.pop()
-        packet = getattr(node.target, "overloadpacket", None)
+        packet = packet_of(node)
         if packet in _CURVED:
             return True
         if node in seen or packet not in _LINEAR:

@@ -3,60 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from gact_fx.graphs.edit import Add
 from gact_fx.records import Standardization
 
 aten = torch.ops.aten
-# (target, args, name) -> a new call
-Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The nodes of one graph that a `Standardization` names, None where it names none."""
-
-    mean: fx.Node | None
-    rstd: fx.Node | None
-    sign: fx.Node | None
+# Of one graph the mean, 1 / deviation and mask that a `Standardization` names, None where it names none.
+Operands = tuple[fx.Node | None, ...]
 
 
 def resolve(by: Standardization, find: Callable[[str], fx.Node]) -> Operands:
     """The nodes that ``find`` has for the names in ``by``."""
-    mean, rstd, sign = (find(name) if name else None for name in (by.mean, by.rstd, by.sign))
-    return Operands(mean, rstd, sign)
+    return tuple(find(name) if name else None for name in (by.mean, by.rstd, by.sign))
 
 
 def standardize(node: fx.Node, by: Operands, add: Add) -> fx.Node:
     """``(node - mean) * rstd``, turned over where the mask is false."""
-    name = node.name
-    if by.mean is not None:
-        node = add(aten.sub.Tensor, (node, _wide(by.mean, node, add)), f"{name}_centred")
-    if by.rstd is not None:
-        node = add(aten.mul.Tensor, (node, _wide(by.rstd, node, add)), f"{name}_standard")
-    return _turn(node, by, add)
+    name, (mean, rstd, sign) = node.name, by
+    if mean is not None:
+        node = add(aten.sub.Tensor, (node, _wide(mean, node, add)), f"{name}_centred")
+    if rstd is not None:
+        node = add(aten.mul.Tensor, (node, _wide(rstd, node, add)), f"{name}_standard")
+    return _turn(node, sign, add)
 
 
 def unstandardize(node: fx.Node, by: Operands, add: Add) -> fx.Node:
     """What `standardize` was given."""
-    name = node.name
-    node = _turn(node, by, add)
-    if by.rstd is not None:
-        node = add(aten.div.Tensor, (node, _wide(by.rstd, node, add)), f"{name}_scaled")
-    if by.mean is not None:
-        node = add(aten.add.Tensor, (node, _wide(by.mean, node, add)), f"{name}_shifted")
+    name, (mean, rstd, sign) = node.name, by
+    node = _turn(node, sign, add)
+    if rstd is not None:
+        node = add(aten.div.Tensor, (node, _wide(rstd, node, add)), f"{name}_scaled")
+    if mean is not None:
+        node = add(aten.add.Tensor, (node, _wide(mean, node, add)), f"{name}_shifted")
     return node
 
 
-def _turn(node: fx.Node, by: Operands, add: Add) -> fx.Node:
-    if by.sign is None:
+def _turn(node: fx.Node, sign: fx.Node | None, add: Add) -> fx.Node:
+    if sign is None:
         return node
     negative = add(aten.neg.default, (node,), f"{node.name}_negative")
-    return add(aten.where.self, (by.sign, node, negative), f"{node.name}_turned")
+    return add(aten.where.self, (sign, node, negative), f"{node.name}_turned")
 
 
 def _wide(statistic: fx.Node, node: fx.Node, add: Add) -> fx.Node:

@@ -34,10 +34,9 @@ def swap_codes(pair: GraphPair, context: Context, devices: Collection[str] = ("c
     start = next(node for node in graph.nodes if node.op != "placeholder")
     fetched = {}
     for index, placeholder in enumerate(order):
+        arguments = (placeholder, home[placeholder])
         with graph.inserting_before(uses[order[index - PREFETCH]] if index >= PREFETCH else start):
-            fetched[placeholder] = add_call(
-                graph, fetch, (placeholder, home[placeholder]), f"{placeholder.name}_fetched"
-            )
+            fetched[placeholder] = add_call(graph, fetch, arguments, f"{placeholder.name}_fetched")
     # Behind what is fetched ahead at the same place, which need not wait.
     for placeholder, blob in fetched.items():
         with graph.inserting_before(uses[placeholder]):

@@ -33,19 +33,15 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _require(node.name == node.target, f"{label} placeholder {node.name} has the target {node.target}")
         for node in module.graph.find_nodes(op="call_function", target=decompress):
             _require(bool(node.users), f"{label} decompresses {node.name} for nobody")
-    output = pair.forward.graph.output_node()
+    count = len(pair.forward_outputs)
     for key in ("desc", "output_stack_traces"):
-        entries = output.meta.get(key)
-        _require(
-            entries is None or len(entries) == len(pair.forward_outputs), f"forward's output has stale meta {key!r}"
-        )
+        entries = pair.forward.graph.output_node().meta.get(key)
+        _require(entries is None or len(entries) == count, f"forward's output has stale meta {key!r}")
     values = pair.saved_values()
     _require(tuple(v.name for v in values) == saved, "the saved tensors changed their number or order")
     for value in values:
-        _require(
-            _same(value.source, value.placeholder),
-            f"{value.name} leaves forward as one thing and enters backward as another",
-        )
+        is_same = _same(value.source, value.placeholder)
+        _require(is_same, f"{value.name} leaves forward as one thing and enters backward as another")
     for value in values:
         is_dropped = value.source.target is torch.ops.aten.full.default and value.source.args[0] == [0]
         _require(not (is_dropped and value.placeholder.users), f"{value.name} was dropped, and backward reads it")

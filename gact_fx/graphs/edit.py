@@ -7,11 +7,17 @@ Undocumented, tried with torch 2.11 and 2.13: ``fake_mode`` of the fake tensors 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from gact_fx.graphs.operators import packet_of
+
+aten = torch.ops.aten
+# (target, args, name) -> a new call
+Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
 
 
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
@@ -27,12 +33,22 @@ def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **k
     return node
 
 
+def add_full(graph: fx.Graph, shape: list[int], number: float, like: Any) -> fx.Node:
+    """A tensor full of ``number`` where ``graph`` inserts, with the dtype and device of the fake tensor ``like``."""
+    # Not full_like, which Inductor would want decomposed.
+    options = {"dtype": like.dtype, "device": like.device}
+    node = graph.call_function(aten.full.default, (shape, number), options)
+    with like.fake_mode:
+        node.meta["val"] = aten.full.default(shape, number, **options)
+    return node
+
+
 def restored(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
     """``node``, whose dimensions are in ``order``, with its dimensions in their own."""
     if list(order) == sorted(order):
         return node
     inverse = sorted(range(len(order)), key=lambda d: order[d])
-    return add_call(graph, torch.ops.aten.permute.default, (node, inverse), f"{node.name}_restored")
+    return add_call(graph, aten.permute.default, (node, inverse), f"{node.name}_restored")
 
 
 def latest(module: fx.GraphModule, nodes: list[fx.Node]) -> fx.Node:
@@ -50,15 +66,23 @@ def dependents(graph: fx.Graph, is_root: Callable[[fx.Node], bool]) -> set[fx.No
     return found
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes themselves, and all that they are computed from."""
+def ancestors(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """The nodes themselves, and all that they are computed from, not looking behind those where it is to ``stop``."""
     found = set(nodes)
     stack = list(found)
     while stack:
-        new = [i for i in stack.pop().all_input_nodes if i not in found]
+        node = stack.pop()
+        new = [] if stop(node) else [i for i in node.all_input_nodes if i not in found]
         found.update(new)
         stack.extend(new)
     return found
+
+
+def behind(node: Any, packets: Container[Any]) -> Any:
+    """What ``node`` came from, by any number of these operators of one tensor."""
+    while packet_of(node) in packets:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:

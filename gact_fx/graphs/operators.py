@@ -20,6 +20,11 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "_opname", ""))
 
 
+def packet_of(node: object) -> Any:
+    """The operator that ``node`` calls, of whatever overload; None of what calls none."""
+    return getattr(getattr(node, "target", None), "overloadpacket", None)
+
+
 def returns_alias(target: Any) -> bool:
     """Whether an operator may return the memory of an argument, as its schema says."""
     schema = getattr(target, "_schema", None)

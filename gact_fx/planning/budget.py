@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gact_fx.codec.code import Code
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.passes.encodings import GraphAnalysis, fixed_nbytes
@@ -38,8 +37,14 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
     """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
-    listed = list_choices(items, roundings=_roundings(config), group_sizes=_group_sizes(config))
-    menus = [[_in_all_runs(c, graph.runs) for c in menu] for (graph, _, _), menu in zip(tensors, listed, strict=True)]
+    roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
+    group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
+    listed = list_choices(items, roundings=roundings, group_sizes=group_sizes)
+    # Every run of a graph stores a copy and adds a variance.
+    menus = [
+        [replace(c, nbytes=graph.runs * c.nbytes, variance=graph.runs * c.variance) for c in menu]
+        for (graph, _, _), menu in zip(tensors, listed, strict=True)
+    ]
     numel = sum(graph.runs * tensor.numel for graph, tensor, _ in tensors)
     chosen = _choose(menus, graphs, config, minibatch_variance, numel)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
@@ -48,8 +53,9 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         seed = tensor_seed(config.seed, graph.fingerprint, tensor.key)
         code = None if choice.code is None else replace(choice.code, seed=seed)
         plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged))
+    has_other_budget = config.budget_bytes is not None or config.max_gradient_noise is not None
     plan = Plan(
-        budget_bits=None if _has_other_budget(config) else config.budget_bits,
+        budget_bits=None if has_other_budget else config.budget_bits,
         model=model,
         graphs=tuple(
             GraphPlan(graph.fingerprint, tuple(plans[graph.fingerprint]), signature(graph.analysis.saved), graph.runs)
@@ -78,11 +84,7 @@ def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
 
 
 def _choose(
-    menus: Sequence[Menu],
-    graphs: Sequence[GraphTensors],
-    config: Config,
-    minibatch_variance: float | None,
-    numel: int,
+    menus: Sequence[Menu], graphs: Sequence[GraphTensors], config: Config, minibatch_variance: float | None, numel: int
 ) -> list[Choice]:
     assert config.budget_bits is not None
     if not config.adaptive:
@@ -106,32 +108,11 @@ def _choose(
     return allocate_bits(menus, config.budget_bits / 8 * numel)
 
 
-def _in_all_runs(choice: Choice, runs: int) -> Choice:
-    """``choice``, of which every run of the graph stores a copy and adds a variance."""
-    return choice if runs == 1 else replace(choice, nbytes=runs * choice.nbytes, variance=runs * choice.variance)
-
-
-def _has_other_budget(config: Config) -> bool:
-    return config.budget_bytes is not None or config.max_gradient_noise is not None
-
-
 def _fixed(menu: Menu, bits: int) -> Choice:
     """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
     coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
-
-    def rank(found: tuple[Code, Choice]) -> tuple[int, bool, int]:
-        code, _ = found
-        return code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)
-
-    return min(coded, key=rank)[1]
-
-
-def _roundings(config: Config) -> tuple[str, ...]:
-    return tuple(r for r in ROUNDINGS if r != "nearest") if config.rounding == "auto" else (config.rounding,)
-
-
-def _group_sizes(config: Config) -> tuple[int, ...]:
-    return GROUP_SIZES if config.group_size is None else (config.group_size,)
+    ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]
+    return coded[ranks.index(min(ranks))][1]
 
 
 def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:

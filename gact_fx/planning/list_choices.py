@@ -47,11 +47,17 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
         if code.bits < how.min_bits or (code.bits == BFLOAT16_BITS and tensor.dtype.itemsize != 4):
             continue
         nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel)
-        choices.append(Choice(code, nbytes, _variance(code, measured, sensitivity)))
-        merged = _merged_variance(code, how, measured, sensitivity)
-        if merged is not None:
+        variance = _measured_variance(code, measured, sensitivity)
+        choices.append(Choice(code, nbytes, sensitivity * relative_variance(code) if variance is None else variance))
+        if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
+            continue
+        variance = _measured_variance(code, measured, sensitivity, merged=True)
+        if variance is None and how.merges_losslessly:
+            variance = sensitivity * relative_variance(code, merged=True)
+        # Otherwise it is not known what is done to the elements that the mask stops.
+        if variance is not None:
             nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel - tensor.numel)
-            choices.append(Choice(code, nbytes, merged, merged=True))
+            choices.append(Choice(code, nbytes, variance, merged=True))
     if how.exact_allowed:
         choices.append(Choice(None, tensor.nbytes if how.instead else tensor.storage_nbytes, 0.0))
     return choices
@@ -68,23 +74,14 @@ def _codes(roundings: Sequence[str], group_sizes: Sequence[int]) -> list[Code]:
     ]
 
 
-def _merged_variance(code: Code, how: Quantize, measured: Sensitivity | None, sensitivity: float) -> float | None:
-    """As `_variance`, for codes that tell a mask as well; None where they cannot, or what they do is not known."""
-    if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
+def _measured_variance(
+    code: Code, measured: Sensitivity | None, sensitivity: float, merged: bool = False
+) -> float | None:
+    """The variance of ``code``, scaled to ``sensitivity`` where that is more than was measured; None if not known."""
+    if measured is None or measured.value <= 0:
         return None
-    if measured is not None and measured.value > 0:
-        known = measured.variance(code, merged=True)
-        if known is not None:
-            return known * max(sensitivity / measured.value, 1.0)
-    return sensitivity * relative_variance(code, merged=True) if how.merges_losslessly else None
-
-
-def _variance(code: Code, measured: Sensitivity | None, sensitivity: float) -> float:
-    """The variance of ``code``, scaled to ``sensitivity`` where that is more than was measured."""
-    known = None if measured is None or measured.value <= 0 else measured.variance(code)
-    if measured is None or known is None:
-        return sensitivity * relative_variance(code)
-    return known * max(sensitivity / measured.value, 1.0)
+    known = measured.variance(code, merged=merged)
+    return None if known is None else known * max(sensitivity / measured.value, 1.0)
 
 
 def _is_finite(sensitivity: Sensitivity | None) -> bool:
