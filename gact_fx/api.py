@@ -65,10 +65,15 @@ def compile(
     if config is None or budget_bits != Config.budget_bits:
         overrides = {"budget_bits": budget_bits, **overrides}
     config = Config.from_options(overrides, config)
-    name = _fingerprint(model)
+    name = ""
+    if isinstance(model, nn.Module):
+        name = model_fingerprint([(key, tuple(p.shape)) for key, p in model.named_parameters()])
     if plan is not None:
         _check_plan(plan, config, name)
-    session = Session(config, name, plan, _eager_regions(model, config))
+    regions = None
+    if config.budget_bits is not None:
+        regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
+    session = Session(config, name, plan, regions)
     target, ranks = Target(model, session), Ranks(session, modules_of(model))
     samples = None
     if sample_batches is not None and session.lifecycle.state is State.PROFILING:
@@ -103,18 +108,6 @@ def inspect(model: Callable[..., Any]) -> Report:
         )
         return Report((), (), session.plan, note)
     return Report.from_session(session)
-
-
-def _eager_regions(model: Callable[..., Any], config: Config) -> EagerRegions | None:
-    if config.budget_bits is None:
-        return None
-    return EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
-
-
-def _fingerprint(model: object) -> str:
-    if not isinstance(model, nn.Module):
-        return ""
-    return model_fingerprint([(name, tuple(p.shape)) for name, p in model.named_parameters()])
 
 
 def _check_plan(plan: Plan, config: Config, name: str) -> None:

@@ -121,10 +121,6 @@ class EagerRegions:
         """The same, of the latest step whose graphs ran a plan if any did."""
         return _saved_in(self._planned_passes or self._passes)
 
-    def forget_shares(self) -> None:
-        """Count anew who holds what first: there are other graphs now."""
-        self.shares_of_runs.clear()
-
     def holdings(self) -> GraphHoldings | None:
         """What the graphs of the present forward pass, which runs a plan, hold."""
         if self._call is None:
