@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gact_fx.codec.layout import ROUNDINGS
@@ -20,6 +20,20 @@ _CHOICES = {
 }
 _SWITCHES = {"dynamic": (None, False, True), "fullgraph": (False, True), "swap": (False, True)}
 
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_POSITIVE = {
+    "budget_bytes": ("whole number", _is_whole),
+    "max_gradient_noise": ("number", _is_number),
+    "profile_every": ("whole number of steps", _is_whole),
+}
 # GACT's optimisation levels: (budget_bits, adaptive, swap).
 _LEVELS: dict[str, tuple[float | None, bool, bool]] = {
     "L0": (None, True, False),
@@ -64,8 +78,7 @@ class Config:
         rounding: ``"auto"`` takes for each tensor the one with the smaller error: ``"stochastic"``, or ``"dither"``
             (subtractive dither), which has half the error variance on values that spread over their group's range and
             more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
-            ``"nearest"`` is biased and serves debugging.
-            `gact_fx.ops.compress` says more.
+            ``"nearest"`` is biased and serves debugging. `gact_fx.ops.compress` says more.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward, which fetches
             them ahead of their use. For CUDA devices, where it has not run yet; on the CPU it does nothing, and a
             warning says so. What is kept exact, what eager PyTorch saves between graphs, and steps that are profiled
@@ -145,13 +158,10 @@ class Config:
                 yield f"{name} must be a whole number in [{low}, {high}], got {value!r}"
 
     def _problems_of_other_budgets(self) -> Iterator[str]:
-        size, noise, every = self.budget_bytes, self.max_gradient_noise, self.profile_every
-        if size is not None and (not _is_whole(size) or size <= 0):
-            yield f"budget_bytes must be a positive whole number, or None, got {size!r}"
-        if noise is not None and not (_is_number(noise) and 0 < noise < float("inf")):
-            yield f"max_gradient_noise must be a positive number, or None, got {noise!r}"
-        if every is not None and (not _is_whole(every) or every < 1):
-            yield f"profile_every must be a positive whole number of steps, or None, got {every!r}"
+        for name, (kind, is_one) in _POSITIVE.items():
+            value = getattr(self, name)
+            if value is not None and not (is_one(value) and 0 < value < float("inf")):
+                yield f"{name} must be a positive {kind}, or None, got {value!r}"
         given = [name for name in ("budget_bytes", "max_gradient_noise") if getattr(self, name) is not None]
         if len(given) > 1:
             yield "give budget_bytes or max_gradient_noise, not both"
@@ -228,13 +238,4 @@ class Config:
                 raise ValueError(
                     f"gact_fx.compile: unknown option {name!r}; the options are {', '.join(sorted(known))}"
                 )
-        start = base if base is not None else cls()
-        return cls(**{**{name: getattr(start, name) for name in known}, **options})
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return replace(base or cls(), **options)

@@ -40,13 +40,10 @@ _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "Thres
 
 
 class EagerRegions:
-    """The hooks of one compiled model.
+    """The hooks of one compiled model: codes of ``bits`` bits, with noise by ``seed``.
 
-    Args:
-        bits: width of a code.
-        seed: of the noise.
-        min_elements: smaller tensors stay as they are.
-        owned: gives the tensors that are there anyway, parameters and buffers.
+    Tensors of fewer than ``min_elements`` stay as they are, and so do those that ``owned`` gives, which are there
+    anyway: parameters and buffers.
     """
 
     def __init__(
@@ -166,9 +163,8 @@ class EagerRegions:
     def _pack(self, x: torch.Tensor) -> Held:
         held = Held(x)
         call = self._call
-        if call is None or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
-            return held
-        if call.is_owned(x):
+        is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        if call is None or not is_dense or call.is_owned(x):
             return held
         held.reads, held.storage = call.reads, call.storages.number(x)
         call.saved.append(held)

@@ -34,12 +34,10 @@ class GradientMoments:
             self._gradient.add(0.0 if gradient is None else gradient.double())
             return
         assert self._of_batch is not None
-        if gradient is None or self._exact is None:
-            self._of_batch.add(0.0)
-            self.products.append(0.0)
-            return
         # The error varies as the gradient does, and its small numbers keep their digits.
-        error = gradient.double() - self._exact.double()
+        error = torch.zeros_like(self._sum)
+        if gradient is not None and self._exact is not None:
+            error = gradient.double() - self._exact.double()
         self._of_batch.add(error)
         self.products.append(float((error * self._sum).sum()))
         self._sum += error

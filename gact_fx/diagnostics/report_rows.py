@@ -17,7 +17,7 @@ _SHARED = "stored once, with others that hold the same activation"
 _MOVED = "moved to host memory"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
 
@@ -28,10 +28,10 @@ class Row:
     stores of it: ``runs`` of them, but for what others store.
     """
 
-    graph: int | None
-    runs: int
+    graph: int | None = None
+    runs: int = 1
     name: str
-    module: str
+    module: str = ""
     op: str
     shape: tuple[int, ...]
     dtype: str
@@ -39,7 +39,7 @@ class Row:
     bits: int | None
     rounding: str | None
     group_size: int | None
-    sensitivity: float | None
+    sensitivity: float | None = None
     bytes_before: int
     bytes_after: int
     copies: int
@@ -110,16 +110,9 @@ def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
 def eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     code = None if tensor.is_mask else tensor.code
-    reason = "saved by eager PyTorch"
-    if tensor.code is None:
-        reason += (
-            f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
-        )
+    why = f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
     return Row(
-        graph=None,
-        runs=1,
         name=f"eager_{index}",
-        module="",
         op=use,
         shape=tensor.shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -127,9 +120,8 @@ def eager_row(index: int, tensor: EagerTensor) -> Row:
         bits=tensor.code.bits if tensor.code is not None else None,
         rounding=code.rounding if code is not None else None,
         group_size=code.group_size if code is not None else None,
-        sensitivity=None,
         bytes_before=tensor.bytes_before,
         bytes_after=tensor.bytes_after,
         copies=int(tensor.bytes_after > 0),
-        reason=reason,
+        reason="saved by eager PyTorch" + (why if tensor.code is None else ""),
     )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from tqdm import tqdm
 
+from gact_fx.breaks.autograd_nodes import nodes_of
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
 from gact_fx.graphs.trees import tree_leaves, tree_map
 from gact_fx.profiling.gradients import are_finite, in_double, squared_norm
@@ -145,8 +146,10 @@ class _Spread:
 
 
 def gradients_of(loss: torch.Tensor) -> Gradients:
-    """The leaves' gradients, by leaf: their order depends on the compiler."""
-    leaves = leaves_of(loss)
+    """What ``loss.backward()`` would give the leaves, by leaf: their order depends on the compiler."""
+    # What a custom function calls a variable is its own business.
+    nodes = (node for node in nodes_of(loss, ()) if not isinstance(node, BackwardCFunction))
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     # Not loss.backward(), which would write .grad.
     found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
     return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
@@ -220,21 +223,6 @@ def check_loss(loss: object) -> None:
             "gact_fx.compile: the loss has no gradient; it must depend on parameters with requires_grad=True, outside "
             "torch.no_grad()"
         )
-
-
-def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that ``loss.backward()`` would give a gradient."""
-    leaves, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # What a custom function calls so is its own business.
-        if not isinstance(node, BackwardCFunction) and hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return leaves
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
