@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -14,9 +14,9 @@ from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
-from gact_fx.training.model import Target, is_copy, left_alone, owned_by, session_of
-from gact_fx.training.ranks import Ranks
-from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches
+from gact_fx.training.model import Target, is_copy, owned_by, session_of
+from gact_fx.training.ranks import Ranks, without_sync
+from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
 from gact_fx.training.session import Session
 
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -65,10 +65,7 @@ def compile(
     if config is None or budget_bits != Config.budget_bits:
         overrides = {"budget_bits": budget_bits, **overrides}
     config = Config.from_options(overrides, config)
-    name = _fingerprint(model)
-    if plan is not None:
-        _check_plan(plan, config, name)
-    session = Session(config, name, plan, _eager_regions(model, config))
+    session = _session(model, config, plan)
     target, ranks = Target(model, session), Ranks(session, modules_of(model))
     samples = None
     if sample_batches is not None and session.lifecycle.state is State.PROFILING:
@@ -77,7 +74,9 @@ def compile(
     target.install()
     if samples is not None and sample_batches is not None:
         loss = loss_fn or default_loss
-        with target.restored_on_failure(), left_alone(modules_of(model) + modules_of(loss)):
+        modules = modules_of(model) + modules_of(loss)
+        # Without a trace: neither in the modules nor, for DDP, on other ranks.
+        with target.restored_on_failure(), unchanged(modules), without_sync(modules):
             profile_batches(target.model, session, samples, sample_batches, loss, target.uncompiled())
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
@@ -105,30 +104,39 @@ def inspect(model: Callable[..., Any]) -> Report:
     return Report.from_session(session)
 
 
-def _eager_regions(model: Callable[..., Any], config: Config) -> EagerRegions | None:
-    if config.budget_bits is None:
-        return None
-    return EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
+def _session(model: Callable[..., Any], config: Config, plan: Plan | None) -> Session:
+    name = ""
+    if isinstance(model, nn.Module):
+        name = model_fingerprint([(key, tuple(p.shape)) for key, p in model.named_parameters()])
+    misfit = next(_misfits(plan, config, name), None) if plan is not None else None
+    if misfit is not None:
+        raise ValueError(f"gact_fx.compile: {misfit}")
+    regions = None
+    if config.budget_bits is not None:
+        regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
+    return Session(config, name, plan, regions)
 
 
-def _fingerprint(model: object) -> str:
-    if not isinstance(model, nn.Module):
-        return ""
-    return model_fingerprint([(name, tuple(p.shape)) for name, p in model.named_parameters()])
-
-
-def _check_plan(plan: Plan, config: Config, name: str) -> None:
+def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:
+    """Why ``plan`` does not go with the model of that fingerprint, or with the options given beside it."""
     if plan.model and name and plan.model != name:
-        raise ValueError(
-            f"gact_fx.compile: the plan was made for another model (parameters {plan.model}, this model has {name}); "
+        yield (
+            f"the plan was made for another model (parameters {plan.model}, this model has {name}); "
             "profile this one with sample_batches, or compile without plan="
         )
     if plan.recompute != config.recompute:
-        raise ValueError(
-            f"gact_fx.compile: the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; "
-            "pass the plan's"
-        )
-    _check_budget(plan, config)
+        yield f"the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; pass the plan's"
+    # A plan has spent its budget; another one only matters where the model is profiled again.
+    if config.profile_every is None:
+        asked = {"budget_bytes": config.budget_bytes, "max_gradient_noise": config.max_gradient_noise}
+        if config.budget_bits not in (Config.budget_bits, plan.budget_bits):
+            asked["budget_bits"] = config.budget_bits
+        for option, value in asked.items():
+            if value is not None:
+                yield (
+                    f"{option}={value!r} does nothing beside plan=, whose bits are chosen; leave one of them out, or "
+                    "pass profile_every to plan again"
+                )
     # bfloat16 codes have neither groups nor dither.
     tensors = (tensor for graph in plan.graphs for tensor in graph.tensors)
     codes = [tensor.code for tensor in tensors if tensor.code is not None and tensor.code.bits <= 8]
@@ -136,21 +144,4 @@ def _check_plan(plan: Plan, config: Config, name: str) -> None:
         wanted, found = getattr(config, option), {getattr(code, option) for code in codes}
         others = sorted(found - {wanted})
         if wanted != anything and others:
-            raise ValueError(
-                f"gact_fx.compile: the plan was made for {option}={others[0]!r}, got {option}={wanted!r}; leave it out"
-            )
-
-
-def _check_budget(plan: Plan, config: Config) -> None:
-    """A plan has spent its budget; another one only matters where the model is profiled again."""
-    if config.profile_every is not None:
-        return
-    asked = {name: getattr(config, name) for name in ("budget_bytes", "max_gradient_noise")}
-    if config.budget_bits not in (Config.budget_bits, plan.budget_bits):
-        asked["budget_bits"] = config.budget_bits
-    for name, value in asked.items():
-        if value is not None:
-            raise ValueError(
-                f"gact_fx.compile: {name}={value!r} does nothing beside plan=, whose bits are chosen; leave one "
-                "of them out, or pass profile_every to plan again"
-            )
+            yield f"the plan was made for {option}={others[0]!r}, got {option}={wanted!r}; leave it out"

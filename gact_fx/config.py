@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gact_fx.codec.layout import ROUNDINGS
 
-INNER_COMPILERS = ("inductor", "eager")
-FUSE = ("auto", "on", "off")
-RECOMPUTE = ("auto", "off", "full")
-SENSITIVITY = ("adjoint", "empirical")
-UNKNOWN_OPERATORS = ("exact", "compress")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
+_CHOICES = {
+    "rounding": ("auto", *ROUNDINGS),
+    "sensitivity": ("adjoint", "empirical"),
+    "recompute": ("auto", "off", "full"),
+    "unknown_operators": ("exact", "compress"),
+    "inner": ("inductor", "eager"),
+    "fuse": ("auto", "on", "off"),
+}
+_SWITCHES = {"dynamic": (None, False, True), "fullgraph": (False, True), "swap": (False, True)}
 
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_POSITIVE = {
+    "budget_bytes": ("whole number", _is_whole),
+    "max_gradient_noise": ("number", _is_number),
+    "profile_every": ("whole number of steps", _is_whole),
+}
 # GACT's optimisation levels: (budget_bits, adaptive, swap).
 _LEVELS: dict[str, tuple[float | None, bool, bool]] = {
     "L0": (None, True, False),
@@ -60,8 +78,7 @@ class Config:
         rounding: ``"auto"`` takes for each tensor the one with the smaller error: ``"stochastic"``, or ``"dither"``
             (subtractive dither), which has half the error variance on values that spread over their group's range and
             more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
-            ``"nearest"`` is biased and serves debugging.
-            `gact_fx.ops.compress` says more.
+            ``"nearest"`` is biased and serves debugging. `gact_fx.ops.compress` says more.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward, which fetches
             them ahead of their use. For CUDA devices, where it has not run yet; on the CPU it does nothing, and a
             warning says so. What is kept exact, what eager PyTorch saves between graphs, and steps that are profiled
@@ -108,47 +125,73 @@ class Config:
     inductor_options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise ValueError(f"gact_fx.compile: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with the options, in an order in which each check may count on those before it."""
         bits = self.budget_bits
         if bits is not None and not (_is_number(bits) and 1 <= bits <= 16):
-            raise ValueError(
-                f"gact_fx.compile: budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}"
-            )
+            yield f"budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}"
         if bits is not None and not self.adaptive and (bits != int(bits) or bits > 8):
-            raise ValueError(
-                f"gact_fx.compile: adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
-            )
+            yield f"adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise ValueError(
-                f"gact_fx.compile: group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
-            )
-        self._check_other_budgets()
-        self._check_compilation()
+            yield f"group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
+        yield from self._problems_of_other_budgets()
+        yield from self._problems_of_compilation()
         if self.swap and bits is None:
-            raise ValueError("gact_fx.compile: swap=True moves codes, and budget_bits=None makes none; leave one out")
+            yield "swap=True moves codes, and budget_bits=None makes none; leave one out"
         if self.swap and self.inductor_patches.get("triton.cudagraphs"):
-            raise ValueError(
-                "gact_fx.compile: swap=True waits for copies outside of the graph, which CUDA graphs cannot, got "
+            yield (
+                "swap=True waits for copies outside of the graph, which CUDA graphs cannot, got "
                 f"mode={self.mode!r}; use mode='max-autotune-no-cudagraphs', or leave one out"
             )
-        choices = {
-            "rounding": ("auto", *ROUNDINGS),
-            "sensitivity": SENSITIVITY,
-            "recompute": RECOMPUTE,
-            "unknown_operators": UNKNOWN_OPERATORS,
-            "inner": INNER_COMPILERS,
-            "fuse": FUSE,
-        }
-        for name, allowed in choices.items():
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+                yield f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
         if self.fuse == "on" and self.inner != "inductor":
-            raise ValueError(
-                f"gact_fx.compile: fuse='on' needs inner='inductor', which does the fusing, got inner={self.inner!r}"
-            )
+            yield f"fuse='on' needs inner='inductor', which does the fusing, got inner={self.inner!r}"
         for name, low, high in (("min_elements", 0, 2**62), ("profile_draws", 1, 2**20), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ValueError(f"gact_fx.compile: {name} must be a whole number in [{low}, {high}], got {value!r}")
+            if not _is_whole(value) or not low <= value <= high:
+                yield f"{name} must be a whole number in [{low}, {high}], got {value!r}"
+
+    def _problems_of_other_budgets(self) -> Iterator[str]:
+        for name, (kind, is_one) in _POSITIVE.items():
+            value = getattr(self, name)
+            if value is not None and not (is_one(value) and 0 < value < float("inf")):
+                yield f"{name} must be a positive {kind}, or None, got {value!r}"
+        given = [name for name in ("budget_bytes", "max_gradient_noise") if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield "give budget_bytes or max_gradient_noise, not both"
+        if given and (self.budget_bits is None or not self.adaptive):
+            reason = "budget_bits=None, which turns compression off" if self.budget_bits is None else "adaptive=False"
+            yield f"{given[0]} cannot be kept with {reason}; leave one of them out"
+
+    def _problems_of_compilation(self) -> Iterator[str]:
+        for name, allowed in _SWITCHES.items():
+            if not any(getattr(self, name) is value for value in allowed):
+                yield f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
+        for name in ("mode", "inductor_options"):
+            if getattr(self, name) is not None and self.inner != "inductor":
+                yield f"{name} is for inner='inductor', got inner={self.inner!r}"
+        if self.mode is not None and self.mode not in MODES:
+            yield f"mode must be None or one of {MODES}, got {self.mode!r}"
+        if self.inductor_options is not None:
+            # Slow to import, and seldom needed.
+            from gact_fx.graphs.compilers import inductor_options
+
+            if not isinstance(self.inductor_options, Mapping):
+                yield f"inductor_options must map options to values, got {self.inductor_options!r}"
+            # The partitioner is ours.
+            known = inductor_options() - {"custom_partitioner_fn"}
+            for name in self.inductor_options:
+                if name not in known:
+                    yield (
+                        f"unknown option {name!r} in inductor_options; torch._inductor.list_options() has those that "
+                        "exist"
+                    )
 
     @property
     def eager_bits(self) -> int:
@@ -156,49 +199,6 @@ class Config:
         if self.max_gradient_noise is not None or self.budget_bits is None:
             return 8
         return min(int(self.budget_bits), 8)
-
-    def _check_other_budgets(self) -> None:
-        size, noise, every = self.budget_bytes, self.max_gradient_noise, self.profile_every
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
-            raise ValueError(f"gact_fx.compile: budget_bytes must be a positive whole number, or None, got {size!r}")
-        if noise is not None and not (_is_number(noise) and 0 < noise < float("inf")):
-            raise ValueError(f"gact_fx.compile: max_gradient_noise must be a positive number, or None, got {noise!r}")
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(
-                f"gact_fx.compile: profile_every must be a positive whole number of steps, or None, got {every!r}"
-            )
-        given = [name for name in ("budget_bytes", "max_gradient_noise") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError("gact_fx.compile: give budget_bytes or max_gradient_noise, not both")
-        if given and (self.budget_bits is None or not self.adaptive):
-            reason = "budget_bits=None, which turns compression off" if self.budget_bits is None else "adaptive=False"
-            raise ValueError(f"gact_fx.compile: {given[0]} cannot be kept with {reason}; leave one of them out")
-
-    def _check_compilation(self) -> None:
-        switches = (False, True)
-        for name, allowed in (("dynamic", (None, *switches)), ("fullgraph", switches), ("swap", switches)):
-            if not any(getattr(self, name) is value for value in allowed):
-                raise ValueError(f"gact_fx.compile: {name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("mode", "inductor_options"):
-            if getattr(self, name) is not None and self.inner != "inductor":
-                raise ValueError(f"gact_fx.compile: {name} is for inner='inductor', got inner={self.inner!r}")
-        if self.mode is not None and self.mode not in MODES:
-            raise ValueError(f"gact_fx.compile: mode must be None or one of {MODES}, got {self.mode!r}")
-        if self.inductor_options is not None:
-            # Slow to import, and seldom needed.
-            from gact_fx.graphs.compilers import inductor_options
-
-            if not isinstance(self.inductor_options, Mapping):
-                given = self.inductor_options
-                raise ValueError(f"gact_fx.compile: inductor_options must map options to values, got {given!r}")
-            # The partitioner is ours.
-            known = inductor_options() - {"custom_partitioner_fn"}
-            for name in self.inductor_options:
-                if name not in known:
-                    raise ValueError(
-                        f"gact_fx.compile: unknown option {name!r} in inductor_options; torch._inductor.list_options() "
-                        "has those that exist"
-                    )
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
@@ -238,9 +238,4 @@ class Config:
                 raise ValueError(
                     f"gact_fx.compile: unknown option {name!r}; the options are {', '.join(sorted(known))}"
                 )
-        start = base if base is not None else cls()
-        return cls(**{**{name: getattr(start, name) for name in known}, **options})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return replace(base or cls(), **options)

@@ -172,9 +172,9 @@ def differences(plan: Plan, saved: tuple[SavedTensor, ...]) -> str:
     return "; ".join(parts) or "the same tensors are saved in another order"
 
 
-def _shown(values: list[str], limit: int = 5) -> str:
-    named = ["{} ({}, {}-D)".format(*value.replace("torch.", "").split(" ")) for value in values[:limit]]
-    return ", ".join(named) + (f" and {len(values) - limit} more" if len(values) > limit else "")
+def _shown(values: list[str]) -> str:
+    named = ["{} ({}, {}-D)".format(*value.replace("torch.", "").split(" ")) for value in values[:5]]
+    return ", ".join(named) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
 
 
 def model_fingerprint(parameters: list[tuple[str, tuple[int, ...]]]) -> str:

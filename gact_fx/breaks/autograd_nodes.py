@@ -88,7 +88,10 @@ def treatment(node: Any, attribute: str, dtype: torch.dtype) -> Treatment:
 
 def nodes_of(result: Any, inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """The autograd nodes between a model's inputs and the tensors in its result, whatever it is made of, each once."""
-    stack = [tensor.grad_fn for tensor in _tensors(result)]
+    leaves = tree_leaves(result)
+    # Results that are objects of a class of their own, dataclasses say.
+    leaves += tree_leaves([list(getattr(leaf, "__dict__", {}).values()) for leaf in leaves if not callable(leaf)])
+    stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)]
     seen: set[Any] = {x.grad_fn for x in inputs}
     while stack:
         node = stack.pop()
@@ -97,12 +100,3 @@ def nodes_of(result: Any, inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
         seen.add(node)
         yield node
         stack.extend(following for following, _ in node.next_functions)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    leaves = tree_leaves(result)
-    # Results that are objects of a class of their own, dataclasses say.
-    leaves += [
-        x for leaf in leaves if not callable(leaf) for x in tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
-    ]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

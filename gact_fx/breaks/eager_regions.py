@@ -40,13 +40,10 @@ _SPARSE = ("ReluBackward0", "SoftmaxBackward0", "NativeDropoutBackward0", "Thres
 
 
 class EagerRegions:
-    """The hooks of one compiled model.
+    """The hooks of one compiled model: codes of ``bits`` bits, with noise by ``seed``.
 
-    Args:
-        bits: width of a code.
-        seed: of the noise.
-        min_elements: smaller tensors stay as they are.
-        owned: gives the tensors that are there anyway, parameters and buffers.
+    Tensors of fewer than ``min_elements`` stay as they are, and so do those that ``owned`` gives, which are there
+    anyway: parameters and buffers.
     """
 
     def __init__(
@@ -121,10 +118,6 @@ class EagerRegions:
         """The same, of the latest step whose graphs ran a plan if any did."""
         return _saved_in(self._planned_passes or self._passes)
 
-    def forget_shares(self) -> None:
-        """Count anew who holds what first: there are other graphs now."""
-        self.shares_of_runs.clear()
-
     def holdings(self) -> GraphHoldings | None:
         """What the graphs of the present forward pass, which runs a plan, hold."""
         if self._call is None:
@@ -170,9 +163,8 @@ class EagerRegions:
     def _pack(self, x: torch.Tensor) -> Held:
         held = Held(x)
         call = self._call
-        if call is None or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
-            return held
-        if call.is_owned(x):
+        is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        if call is None or not is_dense or call.is_owned(x):
             return held
         held.reads, held.storage = call.reads, call.storages.number(x)
         call.saved.append(held)

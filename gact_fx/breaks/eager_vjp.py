@@ -5,8 +5,7 @@ vector-Jacobian product (VJP) of what ran there. It is linear in the gradient, s
 derivative.
 
 The VJP is taken from autograd's nodes, called one by one: running the engine would call the user's hooks, and go on
-into compiled graphs. Gradients are brought to the shape and dtype that the
-next node takes, as the engine does.
+into compiled graphs. Gradients are brought to the shape and dtype that the next node takes, as the engine does.
 """
 
 from __future__ import annotations

@@ -136,10 +136,10 @@ class ForwardPass:
             key = code.blob if isinstance(code, Packed) else storage
             is_new = key not in after
             after.add(key)
-            use = uses.get(held.place) if held.place is not None else None
             size = code.blob.numel() if isinstance(code, Packed) else self.storages.sizes[storage]
             is_mask = isinstance(code, Packed) and code.dtype is torch.bool
             how = code.code if isinstance(code, Packed) else None
+            use = uses.get(held.place)
             yield EagerTensor(use, held.shape, held.dtype, how, is_mask, nbytes, size if is_new else 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 # A bias of this share of the gradient's norm is float32's own rounding, in whatever order graphs add up.
@@ -64,8 +64,7 @@ class ParameterError:
         """From the norms of the means and the variances of single gradients, of which there were ``count``."""
         error = math.sqrt(variance / count)
         estimate = math.sqrt(max(bias**2 - error**2, 0.0))
-        is_sure = significance is not None and significance > 3
-        is_biased = bias > _ROUNDOFF * norm and (bias > 3 * error or is_sure)
+        is_biased = bias > _ROUNDOFF * norm and (bias > 3 * error or (significance or 0.0) > 3)
         return cls(name, numel, norm, bias, error, estimate, significance, variance, minibatch_variance, is_biased)
 
 
@@ -90,7 +89,8 @@ class GradientError:
         return json.dumps({**counts, "total": total, "parameters": rows}, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join((*_table(self), *_sentences(self)))
+        lines = [_COLUMNS, *(_cells(row) for row in (*self.parameters, self.total))]
+        return "\n".join((*table(lines, _COLUMNS[1:]), *_sentences(self)))
 
 
 _COLUMNS = (
@@ -99,12 +99,13 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _table(error: GradientError) -> Iterator[str]:
-    lines = [_COLUMNS, *(_cells(row) for row in (*error.parameters, error.total))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for name, *numbers in lines:
-        cells = [name.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(numbers, widths[1:], strict=True))]
-        yield "  ".join(cells).rstrip()
+def table(lines: Sequence[tuple[str, ...]], right: Container[str]) -> Iterator[str]:
+    """The lines padded to columns; those with a heading in ``right`` have their cells on the right."""
+    columns = []
+    for column in zip(*lines, strict=True):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if column[0] in right else cell.ljust(width) for cell in column])
+    return ("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _cells(row: ParameterError) -> tuple[str, ...]:
@@ -116,9 +117,9 @@ def _cells(row: ParameterError) -> tuple[str, ...]:
 
 
 def _sentences(error: GradientError) -> Iterator[str]:
-    total, n = error.total, error.batches * error.draws
+    total, n = error.total, error.batches
     yield (
-        f"{_count(error.batches, 'batch', 'batches')}, of each the exact gradient and {error.draws} compressed ones "
+        f"{n} {'batch' if n == 1 else 'batches'}, of each the exact gradient and {error.draws} compressed ones "
         "that differ in their rounding noise alone; norms and variances are summed over elements"
     )
     if total.noise is not None:
@@ -127,39 +128,27 @@ def _sentences(error: GradientError) -> Iterator[str]:
             f"({total.variance:.2e} to {total.minibatch_variance:.2e}{_predicted(error)})"
         )
     else:
-        why = "with one batch" if error.batches == 1 else "where it does not vary"
+        why = "with one batch" if n == 1 else "where it does not vary"
         yield (
             f"variance: compression adds {total.variance:.2e}{_predicted(error)}; how much that is against the "
             f"minibatch gradient's own is not known {why}"
         )
     if total.norm:
-        yield f"one compressed gradient is off by {_percent(_rms(total) / total.norm)} of the exact one's norm (r.m.s.)"
+        off = math.sqrt(total.variance + total.bias_estimate**2) / total.norm
+        yield f"one compressed gradient is off by {_percent(off)} of the exact one's norm (r.m.s.)"
     share = f"; without the noise {_percent(total.bias_estimate / total.norm)} of the norm" if total.norm else ""
     sigmas = "" if total.significance is None else f", {total.significance:.1f} standard errors from 0"
     yield (
-        f"bias: {'beyond' if total.is_biased else 'within'} 3 standard errors: the mean of all {n} errors is "
-        f"{total.bias:.2e}, where noise alone makes {total.standard_error:.2e}{share}{sigmas}"
+        f"bias: {'beyond' if total.is_biased else 'within'} 3 standard errors: the mean of all {n * error.draws} "
+        f"errors is {total.bias:.2e}, where noise alone makes {total.standard_error:.2e}{share}{sigmas}"
     )
     beyond = [row.name for row in error.parameters if row.is_biased]
-    yield f"parameters with a bias beyond 3 standard errors: {_listed(beyond)}"
-
-
-def _rms(row: ParameterError) -> float:
-    return math.sqrt(row.variance + row.bias_estimate**2)
+    more = f" and {len(beyond) - 5} more" if len(beyond) > 5 else ""
+    yield f"parameters with a bias beyond 3 standard errors: {', '.join(beyond[:5]) + more or 'none'}"
 
 
 def _predicted(error: GradientError) -> str:
     return "" if error.predicted_variance is None else f"; the plan predicted {error.predicted_variance:.2e}"
-
-
-def _listed(names: Iterable[str], limit: int = 5) -> str:
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more if found else "none"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _percent(share: float) -> str:

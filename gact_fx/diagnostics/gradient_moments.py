@@ -9,27 +9,7 @@ import torch
 from torch import nn
 
 from gact_fx.diagnostics.gradient_error import ParameterError
-
-
-class Moments:
-    """Mean and total variance of tensors that come one by one (Welford's method), in float64."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.count = 0
-        self.mean = torch.zeros_like(like, dtype=torch.float64, memory_format=torch.contiguous_format)
-        self._squares = 0.0
-
-    def add(self, value: torch.Tensor | None) -> None:
-        """None stands for zeros: the gradient of a parameter that the loss does not depend on."""
-        self.count += 1
-        ahead = (0 if value is None else value.double()) - self.mean
-        self.mean += ahead / self.count
-        self._squares += float(ahead.square().sum()) * (self.count - 1) / self.count
-
-    @property
-    def variance(self) -> float | None:
-        """The unbiased estimate, summed over elements; None for fewer than two tensors."""
-        return self._squares / (self.count - 1) if self.count > 1 else None
+from gact_fx.training.sample_batches import Moments
 
 
 class GradientMoments:
@@ -40,27 +20,24 @@ class GradientMoments:
         # Of every draw: its error's product with the sum of the errors before it.
         self.products: list[float] = []
         self._name = name
-        self._parameter = parameter.detach()
-        self._gradient = Moments(self._parameter)
+        self._gradient = Moments(parameter.detach().double())
         self._sum = torch.zeros_like(self._gradient.mean)
         self._exact: torch.Tensor | None = None
         self._of_batch: Moments | None = None
         self._variances: list[float] = []
 
     def add(self, gradient: torch.Tensor | None, is_exact: bool) -> None:
-        """The exact gradient of a batch, or (after it) a compressed one."""
+        """The exact gradient of a batch, or (after it) a compressed one; None where the loss does not depend on it."""
         self.was_reached |= gradient is not None
         if is_exact:
-            self._exact, self._of_batch = gradient, Moments(self._parameter)
-            self._gradient.add(gradient)
+            self._exact, self._of_batch = gradient, Moments(self._sum)
+            self._gradient.add(0.0 if gradient is None else gradient.double())
             return
         assert self._of_batch is not None
-        if gradient is None or self._exact is None:
-            self._of_batch.add(None)
-            self.products.append(0.0)
-            return
         # The error varies as the gradient does, and its small numbers keep their digits.
-        error = gradient.double() - self._exact.double()
+        error = torch.zeros_like(self._sum)
+        if gradient is not None and self._exact is not None:
+            error = gradient.double() - self._exact.double()
         self._of_batch.add(error)
         self.products.append(float((error * self._sum).sum()))
         self._sum += error
@@ -74,7 +51,7 @@ class GradientMoments:
         count = len(self.products)
         return ParameterError.from_moments(
             self._name,
-            self._parameter.numel(),
+            self._sum.numel(),
             norm=float(self._gradient.mean.norm()),
             bias=float(self._sum.norm()) / count,
             variance=math.fsum(self._variances) / len(self._variances),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,18 @@ from gact_fx.passes.pipeline import Pass
 from gact_fx.training.backend import Backend
 from gact_fx.training.model import running, session_of
 from gact_fx.training.rewrite import RewrittenGraph
-from gact_fx.training.sample_batches import LossFunction, check_loss, default_loss, leaves_of, modules_of, unchanged
+from gact_fx.training.sample_batches import (
+    WHAT_BATCHES_ARE,
+    LossFunction,
+    check_loss,
+    default_loss,
+    gradients_of,
+    iterate,
+    modules_of,
+    unchanged,
+)
 from gact_fx.training.session import Session
-from gact_fx.training.usage_error import UsageError
+from gact_fx.training.usage_error import UsageError, first_line
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
@@ -61,11 +70,11 @@ def measure_gradient_error(
         raise ValueError(f"{_WHO}: draws must be a whole number of at least 2, got {draws!r}; a variance takes two")
     loss_fn = loss_fn or default_loss
     backend = _BothWays(session)
-    sums = {name: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
+    sums = {p: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
     modules = [model, *modules_of(loss_fn)]
     count = 0
     with unchanged(modules), _in_place(model, backend):
-        for count, batch in enumerate(_iterate(batches), start=1):
+        for count, batch in enumerate(iterate(batches, f"{_WHO}: batches"), start=1):
             seed = int(torch.randint(2**62, ()))
             losses = []
             for draw in range(draws + 1):
@@ -75,9 +84,9 @@ def measure_gradient_error(
                     torch.manual_seed(seed)
                     loss = _loss(loss_fn, model, batch, count - 1)
                     losses.append(float(loss.detach()))
-                    found = _gradients(loss, model)
-                for name, entry in sums.items():
-                    entry.add(found.get(name), is_exact=draw == 0)
+                    found = gradients_of(loss)
+                for parameter, entry in sums.items():
+                    entry.add(found.get(parameter), is_exact=draw == 0)
             _check_losses(losses, count - 1)
             for entry in sums.values():
                 entry.finish_batch()
@@ -111,11 +120,6 @@ class _BothWays(Backend):
         self.draw = 0
         self.has_run = False
 
-    @property
-    def noise(self) -> int:
-        """What the seeds are changed by: 62 bits, so that they stay within 63."""
-        return self.draw * 0x9E3779B97F4A7C15 % 2**62
-
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
         return self._twin.rewrite(joint)
 
@@ -143,32 +147,20 @@ class _Reseeded(GraphInterpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = _SEEDS.get(target)
         if position is not None:
-            args = (*args[:position], args[position] ^ self._source.noise, *args[position + 1 :])
+            # 62 bits, so that seeds stay within 63.
+            noise = self._source.draw * 0x9E3779B97F4A7C15 % 2**62
+            args = (*args[:position], args[position] ^ noise, *args[position + 1 :])
         return super().call_function(target, args, kwargs)
 
 
 @contextmanager
 def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
-    """``model`` compiled with ``backend``, and afterwards as it was: the running plan, its records, train and eval."""
-    modes = [(module, module.training) for module in model.modules()]
+    """``model`` compiled with ``backend``, and afterwards as it was: the running plan and its records."""
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
-    try:
-        with running(model, compile_apart(own_call(model), backend)), torch.enable_grad(), without_recompile_limits():
-            yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-
-
-def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Gradients of the model's parameters by name; leaves that are none of them are left out."""
-    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-    leaves = [leaf for leaf in leaves_of(loss) if leaf in names]
-    # Not loss.backward(), which would write .grad.
-    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    return {names[leaf]: gradient for leaf, gradient in zip(leaves, found, strict=True)}
+    with running(model, compile_apart(own_call(model), backend)), torch.enable_grad(), without_recompile_limits():
+        yield
 
 
 # ---- What may be wrong ------------------------------------------------------------------------------------------
@@ -177,31 +169,19 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
 def _session(model: object) -> Session:
     session, kind = session_of(model), type(model).__name__
     if session is None:
-        raise ValueError(
-            f"{_WHO}: model must be a module compiled by gact_fx.compile, got {kind}, which was not; "
+        problem = (
+            f"be a module compiled by gact_fx.compile, got {kind}, which was not; "
             "call model = gact_fx.compile(model, sample_batches=...) first"
         )
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{_WHO}: model must be a torch.nn.Module, whose parameters have names, got {kind}; compile the module"
-        )
-    if session.config.budget_bits is None:
-        raise ValueError(
-            f"{_WHO}: model must be compiled with compression, got budget_bits=None; its gradient is exact"
-        )
-    if session.plan is None:
-        raise ValueError(
-            f"{_WHO}: model must have a plan, got one without; run a training step, or compile it with sample_batches"
-        )
-    return session
-
-
-def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
-    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ValueError(
-            f"{_WHO}: batches must be an iterable of batches, got one {type(batches).__name__}; wrap it in a list"
-        )
-    return iter(batches)
+    elif not isinstance(model, nn.Module):
+        problem = f"be a torch.nn.Module, whose parameters have names, got {kind}; compile the module"
+    elif session.config.budget_bits is None:
+        problem = "be compiled with compression, got budget_bits=None; its gradient is exact"
+    elif session.plan is None:
+        problem = "have a plan, got one without; run a training step, or compile it with sample_batches"
+    else:
+        return session
+    raise ValueError(f"{_WHO}: model must {problem}")
 
 
 def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> torch.Tensor:
@@ -211,13 +191,12 @@ def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> to
     except Exception as error:
         # What Dynamo wraps says more than its wrapping.
         cause = getattr(error, "inner_exception", error)
-        lines = str(cause).strip().splitlines() or [""]
+        line = first_line(cause)
         if isinstance(cause, UsageError):
             # Checks that are shared with compile(), and name it.
-            raise ValueError(f"{_WHO}: {lines[0].partition(': ')[2]}") from error
+            raise ValueError(f"{_WHO}: {line.partition(': ')[2]}") from error
         raise ValueError(
-            f"{_WHO}: batch {index} failed, got {type(cause).__name__}: {lines[0]}; every batch must be what "
-            "loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
+            f"{_WHO}: batch {index} failed, got {type(cause).__name__}: {line}; every {WHAT_BATCHES_ARE}"
         ) from error
     return loss
 

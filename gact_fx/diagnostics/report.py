@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch import fx
 
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.codec.operators import has_compiled_kernels
+from gact_fx.diagnostics.gradient_error import table
 from gact_fx.diagnostics.report_rows import Row, eager_row, graph_rows
 from gact_fx.passes.encodings import Keep, Quantize
 from gact_fx.passes.pipeline import Stage
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _COLUMNS = (
     "graph", "tensor", "op", "shape", "dtype", "stored", "bits", "code", "sensitivity", "before", "after", "reason"
 )  # fmt: skip
-_RIGHT = {"graph", "bits", "sensitivity", "before", "after"}
+_RIGHT = ("graph", "bits", "sensitivity", "before", "after")
 
 
 class Stages(tuple[tuple[Stage, ...], ...]):
@@ -93,7 +95,7 @@ class Report:
         return json.dumps({"note": self.note, **totals, "average_bits": self.average_bits, "rows": rows}, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join(table_lines(self.rows, self.note, self.average_bits))
+        return "\n".join(_lines(self))
 
     @classmethod
     def from_session(cls, session: Session) -> Report:
@@ -126,7 +128,8 @@ def _note(session: Session) -> str:
             "no backward pass of these graphs was seen (compiled autograd runs them itself): bytes are those of one "
             "run of each graph"
         )
-    slow = sorted({device for graph in session.graphs for device in _devices(graph)} - _compiled_devices())
+    devices = sorted({device for graph in session.graphs for device in _devices(graph)})
+    slow = [device for device in devices if device not in ("cpu", "cuda") or not has_compiled_kernels(device)]
     if slow:
         how = "fused by Inductor" if session.config.inner == "inductor" and session.config.fuse != "off" else "unfused"
         return (
@@ -141,29 +144,22 @@ def _devices(graph: RewrittenGraph) -> set[str]:
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
-def _compiled_devices() -> set[str]:
-    return {device for device in ("cpu", "cuda") if has_compiled_kernels(device)}
-
-
-def table_lines(rows: Sequence[Row], note: str, average_bits: float | None) -> Iterator[str]:
-    """The lines of ``print(report)``."""
-    shown = [row for row in rows if row.bytes_before or row.bytes_after]
-    free = len(rows) - len(shown)
-    lines = [_COLUMNS, *(_cells(row) for row in shown)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+def _lines(report: Report) -> Iterator[str]:
+    shown = [row for row in report.rows if row.bytes_before or row.bytes_after]
     if shown:
-        for line in lines:
-            yield "  ".join(_pad(cell, w, c) for cell, w, c in zip(line, widths, _COLUMNS, strict=True)).rstrip()
+        yield from table([_COLUMNS, *(_cells(row) for row in shown)], _RIGHT)
+    free = [row.reason for row in report.rows if not row.bytes_before and not row.bytes_after]
     if free:
-        reasons = ", ".join(_count_reasons(row.reason for row in rows if row not in shown))
-        yield f"and {free} saved values that cost nothing ({reasons})"
-    if note:
-        yield f"gact_fx: {note}"
+        alike = "the same memory as another"
+        counts = Counter(alike if reason.startswith("the same memory") else reason for reason in free)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+        yield f"and {len(free)} saved values that cost nothing ({reasons})"
+    if report.note:
+        yield f"gact_fx: {report.note}"
     if shown:
-        bits = f", {average_bits:.2f} bits per compressed element" if average_bits else ""
-        before, after = sum(row.bytes_before for row in rows), sum(row.bytes_after for row in rows)
-        ratio = before / after if after else 1.0
-        yield f"held for backward: {_size(before)} before, {_size(after)} after ({ratio:.1f}x{bits})"
+        bits = f", {report.average_bits:.2f} bits per compressed element" if report.average_bits else ""
+        sizes = f"{_size(report.bytes_before)} before, {_size(report.bytes_after)} after"
+        yield f"held for backward: {sizes} ({report.ratio:.1f}x{bits})"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -175,18 +171,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
     graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
-
-
-def _count_reasons(reasons: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for reason in reasons:
-        reason = "the same memory as another" if reason.startswith("the same memory") else reason
-        counts[reason] = counts.get(reason, 0) + 1
-    return [f"{count} {reason}" for reason, count in counts.items()]
-
-
-def _pad(cell: str, width: int, column: str) -> str:
-    return cell.rjust(width) if column in _RIGHT else cell.ljust(width)
 
 
 def _size(nbytes: int) -> str:

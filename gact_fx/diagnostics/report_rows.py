@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,13 +10,14 @@ from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Holding
 from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
 from gact_fx.plan import TensorPlan
+from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph
 
 _SHARED = "stored once, with others that hold the same activation"
 _MOVED = "moved to host memory"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
 
@@ -26,10 +28,10 @@ class Row:
     stores of it: ``runs`` of them, but for what others store.
     """
 
-    graph: int | None
-    runs: int
+    graph: int | None = None
+    runs: int = 1
     name: str
-    module: str
+    module: str = ""
     op: str
     shape: tuple[int, ...]
     dtype: str
@@ -37,7 +39,7 @@ class Row:
     bits: int | None
     rounding: str | None
     group_size: int | None
-    sensitivity: float | None
+    sensitivity: float | None = None
     bytes_before: int
     bytes_after: int
     copies: int
@@ -45,10 +47,7 @@ class Row:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def graph_rows(
@@ -61,18 +60,12 @@ def graph_rows(
     for tensor, how in graph.analysis.pairs():
         entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
         code = entry.code if entry is not None else None
-        before = after = 0
-        if is_counted(tensor) and tensor.storage not in held:
-            held.add(tensor.storage)
-            before = tensor.storage_nbytes
-        stored = how.nbytes(tensor, entry)
-        if stored is not None:
-            after = stored
-        elif is_counted(tensor) and tensor.storage not in kept:
-            kept.add(tensor.storage)
-            after = tensor.storage_nbytes
+        is_exact = entry is not None and code is None
+        before, after = _first(tensor, held), how.nbytes(tensor, entry)
+        if after is None:
+            after = _first(tensor, kept)
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
-        reasons = ["the planner found it worth its bytes" if entry is not None and code is None else how.reason]
+        reasons = ["the planner found it worth its bytes" if is_exact else how.reason]
         if after and share_after == 0:
             reasons.append(_SHARED)
         if tensor.name in graph.swapped:
@@ -88,7 +81,7 @@ def graph_rows(
             op=tensor.op,
             shape=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            encoding=Keep.label if entry is not None and code is None else how.label,
+            encoding=Keep.label if is_exact else how.label,
             bits=how.bits(entry),
             rounding=code.rounding if code is not None else None,
             group_size=code.group_size if code is not None else None,
@@ -100,6 +93,14 @@ def graph_rows(
         )
 
 
+def _first(tensor: SavedTensor, seen: set[int]) -> int:
+    """The bytes of the tensor's storage where it counts and is not among those ``seen``; it is from now on."""
+    if not is_counted(tensor) or tensor.storage in seen:
+        return 0
+    seen.add(tensor.storage)
+    return tensor.storage_nbytes
+
+
 def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
     if entry.merged:
         return "its mask merged into the codes"
@@ -109,16 +110,9 @@ def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
 def eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     code = None if tensor.is_mask else tensor.code
-    reason = "saved by eager PyTorch"
-    if tensor.code is None:
-        reason += (
-            f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
-        )
+    why = f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
     return Row(
-        graph=None,
-        runs=1,
         name=f"eager_{index}",
-        module="",
         op=use,
         shape=tensor.shape,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -126,9 +120,8 @@ def eager_row(index: int, tensor: EagerTensor) -> Row:
         bits=tensor.code.bits if tensor.code is not None else None,
         rounding=code.rounding if code is not None else None,
         group_size=code.group_size if code is not None else None,
-        sensitivity=None,
         bytes_before=tensor.bytes_before,
         bytes_after=tensor.bytes_after,
         copies=int(tensor.bytes_after > 0),
-        reason=reason,
+        reason="saved by eager PyTorch" + (why if tensor.code is None else ""),
     )

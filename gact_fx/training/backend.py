@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gact_fx.breaks.graph_holdings import Holding, noting_holdings
+from gact_fx.breaks.graph_holdings import noting_holdings
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, compile_pair, interpret_graph, without_views
@@ -18,7 +18,6 @@ from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.profiling.recorder import Recorder
-from gact_fx.records import Boundary
 from gact_fx.training.learner import Learner
 from gact_fx.training.lifecycle import State
 from gact_fx.training.ranks import Ranks
@@ -80,22 +79,18 @@ class Backend:
         if not self._interpreted:
             run = (session.run_counts.backward if is_backward else session.run_counts.forward)(run, graph)
             if session.eager_regions is not None and not is_backward:
-                run = noting_holdings(run, _crossing(graph), session.eager_regions.holdings)
+                entries = graph.plan.entries()
+                crossing = [
+                    (tensor.boundary, (graph, tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
+                    for tensor, how in graph.analysis.pairs()
+                    if tensor.boundary is not None
+                ]
+                run = noting_holdings(run, crossing, session.eager_regions.holdings)
         if recorder is None:
             return run
         if is_backward:
             return recorder.backward(run, key, graph.replayable, graph.analysis)
         return recorder.forward(run, key, graph.replayable)
-
-
-def _crossing(graph: RewrittenGraph) -> list[tuple[Boundary, Holding, bool]]:
-    """The activations that others may hold as well: where, in which slot, and whether the graph holds them exactly."""
-    entries = graph.plan.entries()
-    return [
-        (tensor.boundary, (graph, tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
-        for tensor, how in graph.analysis.pairs()
-        if tensor.boundary is not None
-    ]
 
 
 def uncompressed(inner: str) -> str:

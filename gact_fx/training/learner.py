@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import LeafGradients
 from gact_fx.profiling.tape import Step
 from gact_fx.training.session import Session
+from gact_fx.training.usage_error import first_line
 
 log = logging.getLogger("gact_fx")
 # Steps until a plan is made without knowing how much the gradient varies.
@@ -72,7 +74,7 @@ class Learner:
             "parameters, which would tell how much they vary; planning for budget_bits=%g instead",
             bound, self._steps_waited, budget,
         )  # fmt: skip
-        self._session.drop_noise_bound()
+        self._session.config = replace(self._session.config, max_gradient_noise=None)
         return False
 
     def _report_failure(self, error: BaseException) -> None:
@@ -83,7 +85,8 @@ class Learner:
         outcome = "training goes on uncompressed" if gives_up else "the next step is profiled instead"
         if self._session.plan is not None:
             outcome = "training goes on with the plan it has"
-        lines = str(error).strip().splitlines() or [""]
-        log.warning("profiling a training step failed with %s: %s; %s", type(error).__name__, lines[0], outcome)
+        log.warning(
+            "profiling a training step failed with %s: %s; %s", type(error).__name__, first_line(error), outcome
+        )
         if gives_up:
             self._session.lifecycle.failed()

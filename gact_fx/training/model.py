@@ -11,8 +11,8 @@ from torch import nn
 
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
-from gact_fx.training.ranks import unwrapped, without_sync
-from gact_fx.training.sample_batches import modules_of, unchanged
+from gact_fx.training.ranks import unwrapped
+from gact_fx.training.sample_batches import modules_of
 from gact_fx.training.session import Session, log
 
 _ATTRIBUTE = "_gact_fx_session"
@@ -40,13 +40,6 @@ def running(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None
         set_compiled_call(module, before)
 
 
-@contextlib.contextmanager
-def left_alone(modules: list[nn.Module]) -> Iterator[None]:
-    """Within, the modules may run without a trace: neither in themselves nor, for DDP, on other ranks."""
-    with unchanged(modules), without_sync(modules):
-        yield
-
-
 def owned_by(model: Callable[..., Any]) -> list[torch.Tensor]:
     """Parameters and buffers, of a function's modules too."""
     return [x for module in modules_of(unwrapped(model)) for x in (*module.parameters(), *module.buffers())]
@@ -59,13 +52,10 @@ class Target:
         self._original = unwrapped(model)
         self._session = session
         self._generation = 0
-        self.model: Any
-        if isinstance(model, nn.Module):
-            self.model = model
-            self._before = compiled_call(self._original)
-            self._session_before = session_of(model)
-        else:
-            self.model = _CompiledFunction(model, session.lifecycle)
+        is_module = isinstance(model, nn.Module)
+        self.model: Any = model if is_module else _CompiledFunction(model, session.lifecycle)
+        self._before = compiled_call(self._original) if is_module else None
+        self._session_before = session_of(self.model)
 
     def install(self) -> None:
         """Have the model run what its session says."""
@@ -101,10 +91,9 @@ class Target:
         except BaseException as error:
             if isinstance(self._original, nn.Module):
                 set_compiled_call(self._original, self._before)
-                if self._session_before is None:
-                    object.__delattr__(self.model, _ATTRIBUTE)
-                else:
-                    object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
+            object.__delattr__(self.model, _ATTRIBUTE)
+            if self._session_before is not None:
+                object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
             log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
             raise
 

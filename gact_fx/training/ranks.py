@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -52,12 +53,9 @@ class Ranks:
         """
         if not dist.is_available() or not dist.is_initialized():
             return
-        from torch.nn.parallel import DistributedDataParallel
-
         active = active_ddp()
-        for module in self._modules:
-            if isinstance(module, DistributedDataParallel):
-                self._watch(module)
+        for module in filter(_is_ddp, self._modules):
+            self._watch(module)
         sharded = _sharded(self._modules)
         self.is_sharded |= bool(sharded)
         if active is not None:
@@ -133,27 +131,24 @@ class Ranks:
         return found
 
 
+def _is_ddp(module: object) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(module, DistributedDataParallel)
+
+
 def unwrapped(model: Any) -> Any:
     """The module in DDP, which Dynamo has to see itself: it skips frames inside torch.nn, like DDP's own."""
-    if dist.is_available():
-        from torch.nn.parallel import DistributedDataParallel
-
-        if isinstance(model, DistributedDataParallel):
-            return model.module
-    return model
+    return model.module if _is_ddp(model) else model
 
 
-def without_sync(modules: Sequence[nn.Module]) -> Any:
+def without_sync(modules: Sequence[Any]) -> ExitStack:
     """Within, DDP modules among ``modules`` run without expecting ``.backward()`` to follow."""
-    from contextlib import ExitStack
-
     stack = ExitStack()
-    if dist.is_available():
-        from torch.nn.parallel import DistributedDataParallel
-
-        for module in modules:
-            if isinstance(module, DistributedDataParallel):
-                stack.enter_context(module.no_sync())
+    for module in filter(_is_ddp, modules):
+        stack.enter_context(module.no_sync())
     return stack
 
 

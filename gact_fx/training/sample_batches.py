@@ -13,15 +13,17 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from tqdm import tqdm
 
+from gact_fx.breaks.autograd_nodes import nodes_of
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
 from gact_fx.graphs.trees import tree_leaves, tree_map
 from gact_fx.profiling.gradients import are_finite, in_double, squared_norm
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.session import Session, log
-from gact_fx.training.usage_error import UsageError
+from gact_fx.training.usage_error import UsageError, first_line
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Gradients = dict[torch.Tensor, torch.Tensor]
+WHAT_BATCHES_ARE = "batch must be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
 
 
 def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
@@ -32,15 +34,11 @@ def default_loss(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
     else:
-        output = model(batch)
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    if isinstance(output, torch.Tensor):
-        return output
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    for loss in (getattr(output, "loss", None), output):
+        if isinstance(loss, torch.Tensor):
+            return loss
     raise UsageError(
         f"gact_fx.compile: the model returned {type(output).__name__} without a loss; pass loss_fn(model, batch), "
         "which returns a scalar"
@@ -66,17 +64,20 @@ def profile_batches(
     count = 0
     noise = _Spread()
     with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
-        for count, batch in enumerate(_iterate(batches), start=1):
+        for count, batch in enumerate(iterate(batches, "gact_fx.compile: sample_batches"), start=1):
             recorder.start()
             try:
                 loss = loss_fn(model, batch)
             except UsageError:
                 raise
             except Exception as error:
-                raise _rejected(count - 1, error) from error
+                raise ValueError(
+                    f"gact_fx.compile: sample batch {count - 1} failed with {type(error).__name__}: "
+                    f"{first_line(error)}; every sample {WHAT_BATCHES_ARE}"
+                ) from error
             check_loss(loss)
-            # Not loss.backward(), which would write .grad; the compiled backward passes run all the same.
-            gradients = _gradients(loss)
+            # The compiled backward passes run here all the same.
+            gradients = _in_double(gradients_of(loss))
             steps = recorder.take()
             if are_finite(gradients.values()):
                 noise.add(gradients)
@@ -96,39 +97,66 @@ def profile_batches(
     variance = noise.variance()
     if variance is None:
         variance = _variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
-    session.plan_from_batches(variance)
+    session.minibatch_variance = variance
+    session.make_plan()
 
 
-class _Spread:
-    """The variance of gradients that come one by one (Welford's method), in total over their elements."""
+class Moments:
+    """Mean and total variance of tensors that come one by one, as precise as these are (Welford's method)."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: torch.Tensor) -> None:
         self._count = 0
-        self.mean: Gradients = {}
+        self.mean = torch.zeros_like(like)
         self._squares = 0.0
 
-    def add(self, gradients: Gradients) -> None:
-        """Add a batch's gradients; one that reaches other leaves than the first is left out."""
-        if not self.mean:
-            self.mean = {key: torch.zeros_like(value) for key, value in gradients.items()}
-        if gradients.keys() != self.mean.keys():
-            return
+    def add(self, value: torch.Tensor | float) -> None:
         self._count += 1
-        for key, value in gradients.items():
-            ahead = value - self.mean[key]
-            self.mean[key] += ahead / self._count
-            self._squares += float((ahead.conj() * (value - self.mean[key])).sum().real)
+        ahead = value - self.mean
+        self.mean += ahead / self._count
+        self._squares += squared_norm(ahead) * (self._count - 1) / self._count
 
+    @property
     def variance(self) -> float | None:
-        """None for fewer than two."""
+        """The unbiased estimate, summed over elements; None for fewer than two tensors."""
         return self._squares / (self._count - 1) if self._count > 1 else None
 
 
-def _gradients(loss: torch.Tensor) -> Gradients:
-    """The leaves' gradients in double precision, by leaf: their order depends on the compiler."""
-    leaves = leaves_of(loss)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return {leaf: in_double(g.detach()) for leaf, g in zip(leaves, found, strict=True) if g is not None}
+class _Spread:
+    """The moments of all leaves' gradients."""
+
+    def __init__(self) -> None:
+        self._moments: dict[torch.Tensor, Moments] = {}
+
+    def add(self, gradients: Gradients) -> None:
+        """Add a batch's gradients; one that reaches other leaves than the first is left out."""
+        if not self._moments:
+            self._moments = {leaf: Moments(value) for leaf, value in gradients.items()}
+        if gradients.keys() == self._moments.keys():
+            for leaf, value in gradients.items():
+                self._moments[leaf].add(value)
+
+    @property
+    def mean(self) -> Gradients:
+        return {leaf: moments.mean for leaf, moments in self._moments.items()}
+
+    def variance(self) -> float | None:
+        """In total; None for fewer than two batches."""
+        known = [moments.variance for moments in self._moments.values() if moments.variance is not None]
+        return sum(known) if known else None
+
+
+def gradients_of(loss: torch.Tensor) -> Gradients:
+    """What ``loss.backward()`` would give the leaves, by leaf: their order depends on the compiler."""
+    # What a custom function calls a variable is its own business.
+    nodes = (node for node in nodes_of(loss, ()) if not isinstance(node, BackwardCFunction))
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    # Not loss.backward(), which would write .grad.
+    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+def _in_double(gradients: Gradients) -> Gradients:
+    return {leaf: in_double(gradient) for leaf, gradient in gradients.items()}
 
 
 def _variance_by_halves(
@@ -142,17 +170,13 @@ def _variance_by_halves(
     halves = _halves(batch)
     if halves is None:
         return None
-    gradients = []
     try:
         with uncompiled as model, compressed_saved_tensors():
-            for half in halves:
-                gradients.append(_gradients(loss_fn(model, half)))
+            first, second = (_in_double(gradients_of(loss_fn(model, half))) for half in halves)
     except Exception as error:
         # A batch need not make sense in halves; then only the warning about noise is lost.
-        lines = str(error).strip().splitlines() or [""]
-        log.info("how the gradient varies is not known: half a batch failed with %s", lines[0])
+        log.info("how the gradient varies is not known: half a batch failed with %s", first_line(error))
         return None
-    first, second = gradients
     if not first.keys() == second.keys() == whole.keys() or not are_finite([*first.values(), *second.values()]):
         return None
     squares = _squares(first, second)
@@ -179,21 +203,13 @@ def _halves(batch: Any) -> tuple[Any, Any] | None:
     return part(0), part(middle)
 
 
-def _iterate(batches: Iterable[Any]) -> Iterator[Any]:
+def iterate(batches: Iterable[Any], argument: str) -> Iterator[Any]:
+    """``iter(batches)``; raises ValueError for ``argument`` (function and name) where these are one batch."""
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise ValueError(
-            f"gact_fx.compile: sample_batches must be an iterable of batches, got one {type(batches).__name__}; "
-            "wrap it in a list"
+            f"{argument} must be an iterable of batches, got one {type(batches).__name__}; wrap it in a list"
         )
     return iter(batches)
-
-
-def _rejected(index: int, error: Exception) -> ValueError:
-    lines = str(error).strip().splitlines() or [""]
-    return ValueError(
-        f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {lines[0]}; every sample batch "
-        "must be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
-    )
 
 
 def check_loss(loss: object) -> None:
@@ -207,21 +223,6 @@ def check_loss(loss: object) -> None:
             "gact_fx.compile: the loss has no gradient; it must depend on parameters with requires_grad=True, outside "
             "torch.no_grad()"
         )
-
-
-def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that ``loss.backward()`` would give a gradient."""
-    leaves, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # What a custom function calls so is its own business.
-        if not isinstance(node, BackwardCFunction) and hasattr(node, "variable"):
-            leaves.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return leaves
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:

@@ -68,32 +68,31 @@ class Session:
     def twin(self, passes: Sequence[Pass], **changes: Any) -> Session:
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
         found = Session(replace(self.config, **changes), self.model, self.plan)
-        found.passes = passes
-        found.plan_was_given = self.plan_was_given
+        found.passes, found.plan_was_given = passes, self.plan_was_given
         return found
 
     # Rewriting
 
     def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
         """Rewrite ``joint`` by the plan (or all at the profiling width), and keep it."""
-        find_plan = self._profiling_plan if profiling else self._graph_plan
+
+        def find_plan(analysis: GraphAnalysis) -> GraphPlan:
+            if profiling:
+                return profiling_plan(analysis, self.config)
+            must_fit = self.plan_was_given and not self.graphs
+            return graph_plan(analysis, self.plan, self.config, must_fit=must_fit)
+
         context = Context(self.config, find_plan, is_profiling=profiling, keeps_text=not profiling)
         graph = rewrite(joint, context, self.passes)
-        if self.config.swap and not profiling and not self.graphs and not graph.swapped:
+        if profiling:
+            return graph
+        if self.config.swap and not self.graphs and not graph.swapped:
             log.warning(
                 "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
                 "codes is on one (those of the CPU are in host memory already)"
             )
-        if not profiling:
-            self.graphs.append(graph)
+        self.graphs.append(graph)
         return graph
-
-    def _profiling_plan(self, analysis: GraphAnalysis) -> GraphPlan:
-        return profiling_plan(analysis, self.config)
-
-    def _graph_plan(self, analysis: GraphAnalysis) -> GraphPlan:
-        must_fit = self.plan_was_given and not self.graphs
-        return graph_plan(analysis, self.plan, self.config, must_fit=must_fit)
 
     def cache_key(self) -> str:
         """Identifies what a rewritten graph depends on, beside the graph itself."""
@@ -109,7 +108,10 @@ class Session:
         if not all(step.is_finite for step in steps):
             log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
             return False
-        profiles = [self._profile(step.analysis) for step in steps]
+        profiles = []
+        for step in steps:
+            key = graph_fingerprint(step.analysis.saved)
+            profiles.append(self.profiles.setdefault(key, GraphProfile(step.analysis)))
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         if not self.config.adaptive:
@@ -139,18 +141,9 @@ class Session:
             self.profiles = known
             raise
 
-    def drop_noise_bound(self) -> None:
-        """Plan for ``budget_bits``, not for ``max_gradient_noise``."""
-        self.config = replace(self.config, max_gradient_noise=None)
-
     def eager_nbytes(self) -> int:
         """What eager regions held for backward in the latest step, in bytes."""
         return sum(tensor.bytes_after for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
-
-    def plan_from_batches(self, minibatch_variance: float | None) -> None:
-        """Make the plan from sample batches, whose gradients vary by so much."""
-        self.minibatch_variance = minibatch_variance
-        self.make_plan()
 
     def sample(self, is_first: bool) -> Sample:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
@@ -202,16 +195,13 @@ class Session:
         self.plan, self._has_sample = plan, False
         self.graphs, self.run_counts = [], RunCounts()
         if self.eager_regions is not None:
-            self.eager_regions.forget_shares()
+            # There are other graphs now, which may hold other activations first.
+            self.eager_regions.shares_of_runs.clear()
         total = sum(len(graph.tensors) for graph in plan.graphs)
         log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
         if not total:
             log.warning("nothing to compress: no saved tensor is eligible; gact_fx.inspect(model) gives the reasons")
         self.lifecycle.planned()
-
-    def _profile(self, analysis: GraphAnalysis) -> GraphProfile:
-        """The profile of the graph that saves what ``analysis`` says, new or known."""
-        return self.profiles.setdefault(graph_fingerprint(analysis.saved), GraphProfile(analysis))
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
 
