@@ -10,8 +10,6 @@ import math
 
 import torch
 
-__all__ = ["dequantize", "noise_key", "quantize", "round_to_bfloat16"]
-
 FRACTION = 22  # bits below one step with which elements are rounded: 8 + 22 fit an int32
 _MIN_STEP = 2.0**-100  # keeps 1/step far from overflow
 _IRREGULAR = 0x8000  # sign bit of a stored step
