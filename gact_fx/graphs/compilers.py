@@ -83,6 +83,7 @@ def without_views(run: Compiled, count: int) -> Compiled:
     Autograd lets nobody write in place to a result that came as a view. What shares memory with others is copied.
     """
 
+    @boxed
     def call(arguments: list[Any]) -> Any:
         outputs = list(run(arguments))
         held = Counter(storage_key(x) for x in outputs if is_plain(x))
@@ -93,17 +94,13 @@ def without_views(run: Compiled, count: int) -> Compiled:
                 outputs[position] = x.clone() if is_shared else x.data
         return outputs
 
-    return boxed(call)
+    return call
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:
-    """``run`` as AOTAutograd calls it: with its arguments in one list, which the callee empties."""
-
-    def call(arguments: list[Any]) -> Any:
-        return run(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    """Mark ``run`` as what AOTAutograd calls with its arguments in one list, which the callee empties."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:

@@ -20,20 +20,14 @@ log = logging.getLogger("gact_fx")
 
 
 def measure_step(
-    steps: Sequence[Step],
-    config: Config,
-    progress: Callable[[int], None] = lambda count: None,
+    steps: Sequence[Step], config: Config, progress: Callable[[int], None] = lambda count: None
 ) -> list[dict[str, Sensitivity]]:
     """Per graph of the step, the sensitivity of every quantized tensor that backward reads, by name."""
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
         return _measure(steps, config, progress)
 
 
-def _measure(
-    steps: Sequence[Step],
-    config: Config,
-    progress: Callable[[int], None],
-) -> list[dict[str, Sensitivity]]:
+def _measure(steps: Sequence[Step], config: Config, progress: Callable[[int], None]) -> list[dict[str, Sensitivity]]:
     sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
     adjoint: list[tuple[dict[str, RoundingMeter], frozenset[str]]]
     if config.sensitivity == "empirical":
@@ -63,10 +57,9 @@ def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
     nodes = {node.name: node for node in step.backward.graph.nodes}
     find_stopped = StoppedElements(step)
     meters = {}
-    with torch.no_grad():
-        for name, tensor in step.readings.items():
-            values = replay.evaluate({name})[name]
-            meters[tensor] = RoundingMeter(values, code_bits(nodes[name]), find_stopped(name, values))
+    for name, tensor in step.readings.items():
+        values = replay.evaluate({name})[name]
+        meters[tensor] = RoundingMeter(values, code_bits(nodes[name]), find_stopped(name, values))
     return meters
 
 
