@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from gact_fx.codec import arithmetic, packing
 from gact_fx.codec.code import MASK_CODE, Code
@@ -30,13 +31,8 @@ _CHUNK = 1 << 20  # elements; a temporary of 32-bit words then takes 4 MiB
 
 
 def compress(
-    x: torch.Tensor,
-    bits: int,
-    group_size: int,
-    seed: int,
-    mask: torch.Tensor | None = None,
-    rounding: str = "stochastic",
-) -> torch.Tensor:
+    x: Tensor, bits: int, group_size: int, seed: int, mask: Tensor | None = None, rounding: str = "stochastic"
+) -> Tensor:
     """Compress a tensor; `gact_fx.ops.compress` tells shapes, dtypes and errors."""
     check_compress(x, bits, group_size, mask, rounding)
     code = _code_for(x.dtype, bits, group_size, seed, rounding)
@@ -56,14 +52,14 @@ def compress(
 
 
 def decompress(
-    blob: torch.Tensor,
+    blob: Tensor,
     size: Sequence[int],
     dtype: torch.dtype,
     bits: int,
     group_size: int,
     seed: int = 0,
     rounding: str = "stochastic",
-) -> torch.Tensor:
+) -> Tensor:
     """Decompress a blob; `gact_fx.ops.decompress` tells shapes, dtypes and errors."""
     check_decompress(blob, size, dtype, bits, group_size, rounding)
     if any(extent < 0 for extent in size):
@@ -85,13 +81,8 @@ def decompress(
 
 
 def compress_whole(
-    x: torch.Tensor,
-    bits: int,
-    group_size: int,
-    seed: int,
-    mask: torch.Tensor | None = None,
-    rounding: str = "stochastic",
-) -> torch.Tensor:
+    x: Tensor, bits: int, group_size: int, seed: int, mask: Tensor | None = None, rounding: str = "stochastic"
+) -> Tensor:
     """`compress` as one expression: no chunks, no writes in place, no branch on data. Integers are not checked."""
     check_compress(x, bits, group_size, mask, rounding)
     parts = _encode(x.reshape(-1), _code_for(x.dtype, bits, group_size, seed, rounding), 0)
@@ -101,14 +92,14 @@ def compress_whole(
 
 
 def decompress_whole(
-    blob: torch.Tensor,
+    blob: Tensor,
     size: Sequence[int],
     dtype: torch.dtype,
     bits: int,
     group_size: int,
     seed: int = 0,
     rounding: str = "stochastic",
-) -> torch.Tensor:
+) -> Tensor:
     """`decompress` as one expression."""
     check_decompress(blob, size, dtype, bits, group_size, rounding)
     code, numel = _code_for(dtype, bits, group_size, seed, rounding), math.prod(size)
@@ -126,7 +117,7 @@ def _code_for(dtype: torch.dtype, bits: int, group_size: int, seed: int, roundin
 # ---- Groups -----------------------------------------------------------------------------------------------------
 
 
-def _encode(flat: torch.Tensor, code: Code, first: int) -> tuple[torch.Tensor, ...]:
+def _encode(flat: Tensor, code: Code, first: int) -> tuple[Tensor, ...]:
     """Return the sections of groups ``first``, ``first`` + 1, ..., a row of bytes per group each."""
     bits = code.bits
     if flat.dtype in INTEGER_DTYPES:
@@ -137,9 +128,9 @@ def _encode(flat: torch.Tensor, code: Code, first: int) -> tuple[torch.Tensor, .
     rows = _rows(flat, code.group_size)
     groups = torch.arange(first, first + rows.shape[0], device=flat.device)
     if bits == BFLOAT16_BITS:
-        codes = arithmetic.round_to_bfloat16(rows, code.seed, groups, code.rounding)
+        codes = arithmetic.round_to_bfloat16(rows, code, groups)
         return (packing.words_to_bytes(_without_padding(codes, flat), 2),)
-    codes, minimum, step = arithmetic.quantize(rows, bits, code.seed, groups, code.rounding)
+    codes, minimum, step = arithmetic.quantize(rows, code, groups)
     return (
         packing.pack(_without_padding(codes, flat), bits),
         packing.words_to_bytes(minimum[:, None], flat.dtype.itemsize),
@@ -147,7 +138,7 @@ def _encode(flat: torch.Tensor, code: Code, first: int) -> tuple[torch.Tensor, .
     )
 
 
-def _decode(parts: Sequence[torch.Tensor], dtype: torch.dtype, code: Code, first: int) -> torch.Tensor:
+def _decode(parts: Sequence[Tensor], dtype: torch.dtype, code: Code, first: int) -> Tensor:
     """Return the elements of the groups whose sections are ``parts``, those of the padding included; 1-D."""
     if dtype in INTEGER_DTYPES:
         return packing.unpack(parts[0], code.bits, INTEGER_BLOCK).view(-1).to(dtype)
@@ -159,10 +150,10 @@ def _decode(parts: Sequence[torch.Tensor], dtype: torch.dtype, code: Code, first
     minimum = packing.bytes_to_words(minimum_bytes, dtype.itemsize)[:, 0]
     step = packing.bytes_to_words(step_bytes, 2)[:, 0]
     groups = torch.arange(first, first + packed.shape[0], device=packed.device)
-    return arithmetic.dequantize(codes, minimum, step, dtype, code.bits, code.seed, groups, code.rounding).view(-1)
+    return arithmetic.dequantize(codes, minimum, step, dtype, code, groups).view(-1)
 
 
-def _sections(blob: torch.Tensor, dtype: torch.dtype, numel: int, code: Code) -> tuple[torch.Tensor, ...]:
+def _sections(blob: Tensor, dtype: torch.dtype, numel: int, code: Code) -> tuple[Tensor, ...]:
     """Return views of the blob's sections, one row of bytes per group, and of what is behind them."""
     groups = group_count(numel, code.group_size)
     widths = [code.group_size * code.bits // 8]
@@ -185,7 +176,7 @@ def _chunks(numel: int, code: Code) -> Iterator[tuple[int, int]]:
         yield first, min(first + per_chunk, groups)
 
 
-def _rows(flat: torch.Tensor, group_size: int) -> torch.Tensor:
+def _rows(flat: Tensor, group_size: int) -> Tensor:
     """Return the elements as rows of a group each; the last element pads the last group, so its extremes stay."""
     numel = flat.shape[0]
     padded = group_count(numel, group_size) * group_size
@@ -196,7 +187,7 @@ def _rows(flat: torch.Tensor, group_size: int) -> torch.Tensor:
     return flat.view(-1, group_size)
 
 
-def _without_padding(codes: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+def _without_padding(codes: Tensor, flat: Tensor) -> Tensor:
     """Return codes (groups, group_size) with zeros behind the last element."""
     numel = flat.shape[0]
     if not isinstance(numel, torch.SymInt) and codes.numel() == numel:
@@ -209,7 +200,7 @@ def _is_mask(dtype: torch.dtype, bits: int) -> bool:
     return dtype in MASK_DTYPES and bits == 1
 
 
-def _check_range(values: torch.Tensor, bits: int) -> None:
+def _check_range(values: Tensor, bits: int) -> None:
     low, high = values.aminmax()
     inside = (low >= 0) & (high.to(torch.int64) < 1 << bits)
     message = f"gact_fx.compress: integers must lie in [0, {1 << bits}) at {bits} bits"
