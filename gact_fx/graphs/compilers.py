@@ -67,7 +67,8 @@ def compile_pair(
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
             return _compile_eager(module, example_inputs, partition, interpret)
-        return _compile_inductor(module, example_inputs, partition, cache_key, patches or {}, interpret)
+        changes = {**(patches or {}), "custom_partitioner_fn": _partitioner(partition, cache_key)}
+        return _compile_inductor(module, example_inputs, changes, interpret)
 
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
@@ -170,12 +171,7 @@ def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options:
 
 
 def _compile_inductor(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    partition: Partition,
-    cache_key: str,
-    patches: Mapping[str, Any],
-    interpret: Interpret | None,
+    module: fx.GraphModule, example_inputs: Sequence[Any], changes: Mapping[str, Any], interpret: Interpret | None
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -193,8 +189,7 @@ def _compile_inductor(
     on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
     if interpret is not None and any(on_cpu):
         _find_instructions()
-    changes = {**patches, "custom_partitioner_fn": _partitioner(partition, cache_key)}
-    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
+    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=dict(changes))
     return cast(Compiled, compiled)
 
 

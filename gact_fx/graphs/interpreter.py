@@ -111,17 +111,13 @@ def _cudnn_batch_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, *rest: A
     return found
 
 
-def _decompositions(*operators: Any) -> dict[str, Callable[..., Any]]:
-    return {str(overload): function for overload, function in get_decompositions(operators).items()}
-
-
-_NORMALISATIONS = _decompositions(
-    aten.native_batch_norm_backward,
-    aten.batch_norm_backward,
-    aten.native_layer_norm_backward,
-    aten.native_group_norm_backward,
-    aten._fused_rms_norm_backward,
-)
+_NORM_BACKWARDS = [
+    aten.native_batch_norm_backward, aten.batch_norm_backward, aten.native_layer_norm_backward,
+    aten.native_group_norm_backward, aten._fused_rms_norm_backward,
+]  # fmt: skip
+_NORMALISATIONS: dict[str, Callable[..., Any]] = {
+    str(op): run for op, run in get_decompositions(_NORM_BACKWARDS).items()
+}
 # By name: Inductor registers its operators when it is first used.
 _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     # Inductor lays tensors out as it likes, and copies where a view asks for another layout.

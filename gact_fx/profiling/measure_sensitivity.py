@@ -58,7 +58,7 @@ class _Probe:
     def __init__(self, step: Step, seed: int) -> None:
         self.step = step
         self._seed = seed
-        self._replay = Replay(step.backward, step.arguments)
+        self.replay = Replay(step.backward, step.arguments)
         # The codes stay in memory, the values that they stand for only while backward needs them.
         self._given = {name: self._codes(name, 0) for name in step.readings}
 
@@ -67,24 +67,20 @@ class _Probe:
         names = {name: tensor for name, tensor in self.step.readings.items() if only is None or tensor in only}
         if not names:
             return
-        base = self._replay.run(self._given)
-        for name, resume in self._replay.forks(self._given, list(names)):
+        base = self.replay.run(self._given)
+        for name, resume in self.replay.forks(self._given, list(names)):
             changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
             yield names[name], [_difference(outputs, base) for outputs in changed]
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
         """Backward's outputs for these tangents and zeros for all others."""
-        arrived = {name: self._replay.inputs[name] for name in self.step.pair.tangents()}
+        arrived = {name: self.replay.inputs[name] for name in self.step.pair.tangents()}
         zeros = {name: torch.zeros_like(x) for name, x in arrived.items() if isinstance(x, torch.Tensor)}
-        return self._replay.run({**self._given, **zeros, **tangents})
-
-    def tangent_shape(self, name: str) -> torch.Size:
-        shape: torch.Size = self._replay.inputs[name].shape
-        return shape
+        return self.replay.run({**self._given, **zeros, **tangents})
 
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The values compressed with the seed of ``draw``; the call decompresses them."""
-        values = self._replay.evaluate({name})[name]
+        values = self.replay.evaluate({name})[name]
         code = replace(REFERENCE, seed=tensor_seed(self._seed, f"probe {draw}", name))
         blob = operators.compress(values, *code.to_compress())
         shape, dtype = values.shape, values.dtype
@@ -101,7 +97,7 @@ def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float
         for place, leaf, part in (end for change in changed for end in probes[index].step.onward(*change)):
             if place is not None:
                 step, tangent = place
-                _add(changes.setdefault(step, {}), tangent, part.reshape(probes[step].tangent_shape(tangent)))
+                _add(changes.setdefault(step, {}), tangent, part.reshape(probes[step].replay.inputs[tangent].shape))
             elif leaf is not None:
                 _add(leaves, leaf, part)
             else:
