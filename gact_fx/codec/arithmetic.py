@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-__all__ = ["dequantize", "noise_key", "quantize", "round_to_bfloat16"]
+from gact_fx.codec.code import Code
 
 FRACTION = 22  # bits below one step with which elements are rounded: 8 + 22 fit an int32
 _MIN_STEP = 2.0**-100  # keeps 1/step far from overflow
@@ -31,18 +32,18 @@ def _signed(word: int) -> int:
     return (word + 2**31) % 2**32 - 2**31
 
 
-def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+def _shift_right(x: Tensor, count: int) -> Tensor:
     """Shift in zeros, where int32's own shift repeats the sign."""
     return x >> count & (1 << 32 - count) - 1
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     """Hash int32 words (lowbias32, C. Wellons 2018), from the start to before its last product."""
     x = (x ^ _shift_right(x, 16)) * 0x7FEB352D
     return x ^ _shift_right(x, 15)
 
 
-def _chain(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
+def _chain(key: Tensor, word: Tensor | int) -> Tensor:
     x = _mix(key ^ word) * _signed(_MULTIPLIERS[0])
     return x ^ _shift_right(x, 16)
 
@@ -58,19 +59,19 @@ def _seed_key(seed: int) -> int:
     return key
 
 
-def bits_of(x: torch.Tensor) -> torch.Tensor:
+def bits_of(x: Tensor) -> Tensor:
     """Return the bits of floats: int64 for float64, otherwise int32, zeros in front of 16 bits."""
     if x.dtype == torch.float64:
         return x.view(torch.int64)
     return x.view(torch.int32) if x.dtype == torch.float32 else x.view(torch.int16).to(torch.int32) & 0xFFFF
 
 
-def floats_of(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def floats_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Invert `bits_of`."""
     return (bits.to(torch.int16) if dtype.itemsize == 2 else bits).view(dtype)
 
 
-def noise_key(seed: int, groups: torch.Tensor, minimum: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+def noise_key(seed: int, groups: Tensor, minimum: Tensor, step: Tensor) -> Tensor:
     """Return the groups' keys (int32) from their indices (int64) and the bits of their metadata."""
     key = _chain(groups.to(torch.int32), _signed(_seed_key(seed)))
     key = _chain(key, (groups >> 32).to(torch.int32))
@@ -80,7 +81,7 @@ def noise_key(seed: int, groups: torch.Tensor, minimum: torch.Tensor, step: torc
     return _chain(key, step)
 
 
-def _noise(key: torch.Tensor, size: int, rounding: str) -> torch.Tensor:
+def _noise(key: Tensor, size: int, rounding: str) -> Tensor:
     """Return noise of FRACTION bits, int32 (groups, size); to nearest, half a step."""
     if rounding == "nearest":
         return torch.full((key.shape[0], size), 1 << FRACTION - 1, dtype=torch.int32, device=key.device)
@@ -96,17 +97,13 @@ def _noise(key: torch.Tensor, size: int, rounding: str) -> torch.Tensor:
 # ---- Groups ------------------------------------------------------------------------------------------------------
 
 
-def quantize(
-    x: torch.Tensor, bits: int, seed: int, groups: torch.Tensor, rounding: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize groups of elements.
+def quantize(x: Tensor, code: Code, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize groups of elements, stochastically and for dither to the same codes.
 
     Args:
         x: (groups, group_size), float32, float64, bfloat16 or float16.
-        bits: width of a code, 1 to 8.
-        seed: 64 bits that the noise depends on.
+        code: of 1 to 8 bits.
         groups: the groups' indices, int64.
-        rounding: "stochastic", "dither" or "nearest"; the first two give the same codes.
 
     Returns:
         Codes, int32 (groups, group_size); the minima's bits as `bits_of` gives them; the steps' 16 bits, int32.
@@ -118,70 +115,59 @@ def quantize(
     none = low > high
     low = torch.where(none | (low == 0), 0.0, low)  # -0.0 becomes +0.0
     high = torch.where(none, 0.0, high)
-    kinds = _kinds(x, bits)
+    kinds = _kinds(x, code.bits)
     limit = _LIMIT[x.dtype]
     irregular = (values.isnan() | values.isinf()).any(dim=1) | (low <= -limit) | (high >= limit)
-    levels = _levels(irregular, kinds, bits)
+    levels = _levels(irregular, kinds, code.bits)
     quarter = torch.where(irregular, 0.25, 1.0).to(values.dtype)
     step_bits = _encode_step(high * quarter - low * quarter, levels, irregular, kinds)
     step = _decode_step(step_bits, values.dtype)
     inverse = torch.where(step == 0, 0.0, torch.full_like(step, 2.0**FRACTION) / step)
     minimum_bits = bits_of(low.to(x.dtype))
 
-    noise = _noise(noise_key(seed, groups, minimum_bits, step_bits), x.shape[1], rounding)
+    noise = _noise(noise_key(code.seed, groups, minimum_bits, step_bits), x.shape[1], code.rounding)
     offset = torch.where(finite, values, low[:, None]) * quarter[:, None] - (low * quarter)[:, None]
     fixed = (offset * inverse[:, None]).round().to(torch.int32)
     codes = (fixed + noise >> FRACTION).minimum(levels[:, None])
-    nonfinite = levels[:, None] + 1 + _position_of(values, kinds)
-    return torch.where(finite, codes, nonfinite), minimum_bits, step_bits
+    nan, positive, negative = (position[:, None] for position in _positions(kinds))
+    position = torch.where(values == math.inf, positive, torch.where(values == -math.inf, negative, nan))
+    return torch.where(finite, codes, levels[:, None] + 1 + position), minimum_bits, step_bits
 
 
 def dequantize(
-    codes: torch.Tensor,
-    minimum_bits: torch.Tensor,
-    step_bits: torch.Tensor,
-    dtype: torch.dtype,
-    bits: int,
-    seed: int,
-    groups: torch.Tensor,
-    rounding: str,
-) -> torch.Tensor:
+    codes: Tensor, minimum_bits: Tensor, step_bits: Tensor, dtype: torch.dtype, code: Code, groups: Tensor
+) -> Tensor:
     """Return the values (groups, group_size) of codes; arguments as `quantize` takes and returns them."""
     real = torch.float64 if dtype == torch.float64 else torch.float32
     irregular, kinds = step_bits >= _IRREGULAR, step_bits & 7
-    levels = _levels(irregular, kinds, bits)
+    levels = _levels(irregular, kinds, code.bits)
     quarter = torch.where(irregular, 0.25, 1.0).to(real)
     minimum = floats_of(minimum_bits, dtype).to(real) * quarter
     step = _decode_step(step_bits, real)
-    if rounding == "dither":
-        noise = _noise(noise_key(seed, groups, minimum_bits, step_bits), codes.shape[1], rounding)
-        codes_or_fixed = (codes << FRACTION) + ((1 << FRACTION - 1) - noise)
+    steps = codes
+    if code.rounding == "dither":
+        noise = _noise(noise_key(code.seed, groups, minimum_bits, step_bits), codes.shape[1], code.rounding)
+        steps = (codes << FRACTION) + ((1 << FRACTION - 1) - noise)
         step = step * 2.0**-FRACTION
-    else:
-        codes_or_fixed = codes
-    values = (minimum[:, None] + codes_or_fixed.to(real) * step[:, None]) * (1.0 / quarter)[:, None]
+    values = (minimum[:, None] + steps.to(real) * step[:, None]) * (1.0 / quarter)[:, None]
     largest = torch.finfo(dtype).max
     values = values.clamp(-largest, largest).to(dtype)
     return _restore_nonfinite(values, codes - levels[:, None] - 1, irregular, kinds)
 
 
-def _encode_step(
-    range_: torch.Tensor, levels: torch.Tensor, irregular: torch.Tensor, kinds: torch.Tensor
-) -> torch.Tensor:
+def _encode_step(range_: Tensor, levels: Tensor, irregular: Tensor, kinds: Tensor) -> Tensor:
     """Return the steps' 16 bits: rounded up to 8 bits of mantissa, in irregular groups to what 12 bits hold."""
+
+    def rounded_up(word: Tensor, count: int) -> Tensor:
+        return word + ((1 << count) - 1) >> count
+
     is_double = range_.dtype == torch.float64
-    step = (range_ / levels.clamp(min=1).to(range_.dtype)).clamp(min=_MIN_STEP)
-    word = bits_of(step)
-    kept = 45 if is_double else 16
-    regular = _round_up(word, kept) - (1023 - 127 << 7 if is_double else 0)
-    dropped = _round_up(word, _dropped(range_.dtype))
+    word = bits_of((range_ / levels.clamp(min=1).to(range_.dtype)).clamp(min=_MIN_STEP))
+    regular = rounded_up(word, 45 if is_double else 16) - (1023 - 127 << 7 if is_double else 0)
+    dropped = rounded_up(word, _dropped(range_.dtype))
     flat = (range_ == 0) | (levels == 0)
     quarters = _IRREGULAR | torch.where(flat, 0, dropped) << 3 | kinds
     return torch.where(irregular, quarters, torch.where(flat, 0, regular)).to(torch.int32)
-
-
-def _round_up(word: torch.Tensor, count: int) -> torch.Tensor:
-    return word + ((1 << count) - 1) >> count
 
 
 def _dropped(real: torch.dtype) -> int:
@@ -189,7 +175,7 @@ def _dropped(real: torch.dtype) -> int:
     return 51 if real == torch.float64 else 19
 
 
-def _decode_step(step_bits: torch.Tensor, real: torch.dtype) -> torch.Tensor:
+def _decode_step(step_bits: Tensor, real: torch.dtype) -> Tensor:
     irregular = step_bits >= _IRREGULAR
     regular = (torch.where(irregular, 0, step_bits) << 16).view(torch.float32).to(real)
     word = (step_bits >> 3 & 0xFFF).to(torch.int64 if real == torch.float64 else torch.int32)
@@ -199,37 +185,30 @@ def _decode_step(step_bits: torch.Tensor, real: torch.dtype) -> torch.Tensor:
 # ---- Non-finite elements, see csrc/codec.h -----------------------------------------------------------------------
 
 
-def _kinds(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _kinds(x: Tensor, bits: int) -> Tensor:
     """Return the groups' sets of non-finite kinds that the codes tell apart: bit 0 NaN, 1 +Inf, 2 -Inf."""
     nan, positive, negative = (kind.any(dim=1).to(torch.int32) for kind in (x.isnan(), x == math.inf, x == -math.inf))
     kinds = nan | positive << 1 | negative << 2
     return torch.where(_count(kinds) < 1 << bits, kinds, 1)
 
 
-def _count(kinds: torch.Tensor) -> torch.Tensor:
+def _count(kinds: Tensor) -> Tensor:
     return (kinds & 1) + (kinds >> 1 & 1) + (kinds >> 2 & 1)
 
 
-def _levels(irregular: torch.Tensor, kinds: torch.Tensor, bits: int) -> torch.Tensor:
+def _levels(irregular: Tensor, kinds: Tensor, bits: int) -> Tensor:
     """Return the largest code of a finite value."""
     return (1 << bits) - 1 - torch.where(irregular, _count(kinds), 0)
 
 
-def _positions(kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _positions(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return where NaN, +Inf and -Inf stand among the kinds; one that is not in the set was merged into NaN."""
     positive = torch.where((kinds >> 1 & 1) == 1, kinds & 1, 0)
     negative = torch.where((kinds >> 2 & 1) == 1, (kinds & 1) + (kinds >> 1 & 1), 0)
     return torch.zeros_like(kinds), positive, negative
 
 
-def _position_of(values: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    nan, positive, negative = (position[:, None] for position in _positions(kinds))
-    return torch.where(values == math.inf, positive, torch.where(values == -math.inf, negative, nan))
-
-
-def _restore_nonfinite(
-    values: torch.Tensor, beyond: torch.Tensor, irregular: torch.Tensor, kinds: torch.Tensor
-) -> torch.Tensor:
+def _restore_nonfinite(values: Tensor, beyond: Tensor, irregular: Tensor, kinds: Tensor) -> Tensor:
     """Put the non-finite kinds where the codes go beyond the finite levels."""
     for bit, (kind, position) in enumerate(zip((math.nan, math.inf, -math.inf), _positions(kinds), strict=True)):
         present = irregular & ((kinds >> bit & 1) == 1)
@@ -240,15 +219,15 @@ def _restore_nonfinite(
 # ---- 16 bits: float32 as bfloat16 --------------------------------------------------------------------------------
 
 
-def round_to_bfloat16(x: torch.Tensor, seed: int, groups: torch.Tensor, rounding: str) -> torch.Tensor:
+def round_to_bfloat16(x: Tensor, code: Code, groups: Tensor) -> Tensor:
     """Return float32 (groups, group_size) as bfloat16's 16 bits, int32; the noise depends on the upper halves."""
     word = x.view(torch.int32)
     upper, magnitude = _shift_right(word, 16), word & 0x7FFFFFFF
-    if rounding == "nearest":
+    if code.rounding == "nearest":
         noise = 0x7FFF + (upper & 1)
     else:
         zero = torch.zeros_like(groups, dtype=torch.int32)
-        key = noise_key(seed, groups, zero, zero)
+        key = noise_key(code.seed, groups, zero, zero)
         element = torch.arange(x.shape[1], device=x.device, dtype=torch.int32) * _signed(_GOLDEN)
         noise = _shift_right(_mix(key[:, None] + element ^ upper) * _signed(_MULTIPLIERS[0]), 16)
     rounded = _shift_right(word + noise, 16)

@@ -11,20 +11,10 @@ The CUDA path has not run on a GPU yet: `tests/passes/test_swap_codes.py` has wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-__all__: list[str] = []
-
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
-
-_library = torch.library.Library("gact_fx", "FRAGMENT")
-for _schema in (
-    "to_host(Tensor x) -> Tensor",
-    "fetch(Tensor host, Device device) -> Tensor",
-    "arrive(Tensor(a!) x) -> ()",
-):
-    _library.define(_schema, tags=_TAGS)
 
 # Copies that were started and not waited for: by address, the event of their end and the tensor, whose memory must not
 # be given away before, whatever happens to the backward pass that asked for it.
@@ -76,22 +66,14 @@ def _arrive(x: torch.Tensor) -> None:
         torch.cuda.current_stream(x.device).wait_event(event)
 
 
-def _to_host_fake(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape, device="cpu")
-
-
-def _fetch_fake(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host.new_empty(host.shape, device=device)
-
-
-def _arrive_fake(x: torch.Tensor) -> None:
-    return None
-
-
-for _name, _implementation, _fake in (
-    ("to_host", _to_host, _to_host_fake),
-    ("fetch", _fetch, _fetch_fake),
-    ("arrive", _arrive, _arrive_fake),
-):
+_OPERATORS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("to_host(Tensor x) -> Tensor", _to_host, lambda x: x.new_empty(x.shape, device="cpu")),
+    ("fetch(Tensor host, Device device) -> Tensor", _fetch, lambda x, device: x.new_empty(x.shape, device=device)),
+    ("arrive(Tensor(a!) x) -> ()", _arrive, lambda x: None),
+)
+_library = torch.library.Library("gact_fx", "FRAGMENT")
+for _schema, _implementation, _fake in _OPERATORS:
+    _name = _schema.split("(")[0]
+    _library.define(_schema, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gact_fx::{_name}", _fake, lib=_library)

@@ -17,22 +17,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = [
-    "BFLOAT16_BITS",
-    "INTEGER_BLOCK",
-    "INTEGER_DTYPES",
-    "MASK_DTYPES",
-    "ROUNDINGS",
-    "SOURCE_DTYPES",
-    "blob_nbytes",
-    "check_compress",
-    "check_decompress",
-    "check_rounding",
-    "group_count",
-    "integers_nbytes",
-    "metadata_nbytes",
-]
-
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.

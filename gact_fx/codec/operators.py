@@ -10,60 +10,48 @@ import importlib
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from gact_fx.codec import reference
+from gact_fx.codec.code import Code
 from gact_fx.codec.layout import blob_nbytes, check_compress, check_decompress
 from gact_fx.graphs.operators import has_kernel
-
-__all__ = ["compress", "decompress", "has_compiled_kernels"]
 
 # Elements are read and written in logical row-major order, whatever the strides: a layout that the compiler chose
 # differently from what it traced can cost a copy, never correctness. Hence no fixed stride order.
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
-_SCHEMAS = (
+_library = torch.library.Library("gact_fx", "DEF")
+_library.define(
     'compress(Tensor x, int bits, int group_size, int seed, Tensor? mask=None, str rounding="stochastic") -> Tensor',
+    tags=_TAGS,
+)
+_library.define(
     "decompress(Tensor blob, SymInt[] size, ScalarType dtype, int bits, int group_size, int seed=0, "
     'str rounding="stochastic") -> Tensor',
+    tags=_TAGS,
 )
 
-_library = torch.library.Library("gact_fx", "DEF")
-for _schema in _SCHEMAS:
-    _library.define(_schema, tags=_TAGS)
-for _implementation in (reference.compress, reference.decompress):
-    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")
 
-
-def _compress_fake(
-    x: torch.Tensor,
-    bits: int,
-    group_size: int,
-    seed: int,
-    mask: torch.Tensor | None = None,
-    rounding: str = "stochastic",
-) -> torch.Tensor:
-    check_compress(x, bits, group_size, mask, rounding)
+def _compress_fake(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    code = Code.of_compress((x, *args))
+    mask = args[3] if len(args) > 3 else None
+    check_compress(x, code.bits, code.group_size, mask, code.rounding)
     mask_numel = 0 if mask is None else mask.numel()
-    return x.new_empty((blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel),), dtype=torch.uint8)
+    return x.new_empty(blob_nbytes(x.numel(), x.dtype, code.bits, code.group_size, mask_numel), dtype=torch.uint8)
 
 
-def _decompress_fake(
-    blob: torch.Tensor,
-    size: Sequence[int],
-    dtype: torch.dtype,
-    bits: int,
-    group_size: int,
-    seed: int = 0,
-    rounding: str = "stochastic",
-) -> torch.Tensor:
-    check_decompress(blob, size, dtype, bits, group_size, rounding)
+def _decompress_fake(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, *args: Any) -> torch.Tensor:
+    code = Code.of_decompress((blob, size, dtype, *args))
+    check_decompress(blob, size, dtype, code.bits, code.group_size, code.rounding)
     return blob.new_empty(size, dtype=dtype)
 
 
-torch.library.register_fake("gact_fx::compress", _compress_fake, lib=_library)
-torch.library.register_fake("gact_fx::decompress", _decompress_fake, lib=_library)
+for _implementation, _fake in ((reference.compress, _compress_fake), (reference.decompress, _decompress_fake)):
+    _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gact_fx::{_implementation.__name__}", _fake, lib=_library)
 
 
 def _load_extension() -> None:

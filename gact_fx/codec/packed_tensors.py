@@ -37,9 +37,7 @@ class Packed:
 
 def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
     """``x`` in 8 bits per element, or ``x`` itself where that would save little or lose much."""
-    if x.layout is not torch.strided or packed_nbytes(x.dtype, x.numel()) == x.numel() * x.element_size():
-        return x
-    if is_expanded(x):
+    if x.layout is not torch.strided or packed_nbytes(x.dtype, x.numel()) == x.nbytes or is_expanded(x):
         return x
     # NaN compares as false.
     if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in x.detach().aminmax()):
@@ -74,11 +72,7 @@ def packed_nbytes(dtype: torch.dtype, numel: int) -> int:
     """Bytes of a tensor as `pack` keeps it."""
     if numel < MIN_ELEMENTS or dtype not in (*SOURCE_DTYPES, torch.bool):
         return numel * dtype.itemsize
-    return blob_nbytes(numel, dtype, _bits(dtype), GROUP_SIZE)
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else BITS
+    return blob_nbytes(numel, dtype, BITS, GROUP_SIZE)
 
 
 @contextlib.contextmanager

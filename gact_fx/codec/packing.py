@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["bytes_to_words", "pack", "unpack", "words_to_bytes"]
-
 
 def _planes(bits: int) -> Iterator[tuple[int, int]]:
     """Yield (width, offset) of the planes that a code is split into, low bits first."""

@@ -179,22 +179,17 @@ class JointGraph:
         from functorch.compile import min_cut_rematerialization_partition
 
         parameters = self.parameters()
-        options = {
-            "num_fwd_outputs": self.num_fwd_outputs,
-            "static_lifetime_input_indices": list(self.static_lifetime_input_indices or ()),
-        }
+        static = list(self.static_lifetime_input_indices or ())
+        options = {"num_fwd_outputs": self.num_fwd_outputs, "static_lifetime_input_indices": static}
         with functorch_config.patch(aggressive_recomputation=is_free):
             forward, backward = min_cut_rematerialization_partition(self.joint, self.inputs, self.compiler, **options)
         _forget_unsaved(forward, copies)
-        # The partitioner gives an input its name in both graphs.
-        placeholders = forward.graph.find_nodes(op="placeholder")
+        # The partitioner gives an input its name in both graphs; what AOTAutograd made up has no index.
         static_names = frozenset(node.name for node in parameters)
-        upstream_names = frozenset(
-            node.name
-            for node in placeholders
-            if node.name not in static_names and (index := _input_index(node)) is not None and self.upstream(index)
-        )
-        return GraphPair(forward, backward, self.num_fwd_outputs, static_names, upstream_names)
+        inputs = forward.graph.find_nodes(op="placeholder")
+        indices = {node.name: getattr(node.meta.get("desc"), "idx", None) for node in inputs}
+        upstream = {name for name, index in indices.items() if isinstance(index, int) and self.upstream(index)}
+        return GraphPair(forward, backward, self.num_fwd_outputs, static_names, frozenset(upstream - static_names))
 
 
 def _read_copy(joint: fx.Graph, mutated: fx.Node) -> str:
@@ -231,9 +226,3 @@ def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
             node.replace_all_uses_with(node.args[0])
             forward.graph.erase_node(node)
     forward.recompile()
-
-
-def _input_index(placeholder: fx.Node) -> int | None:
-    """Which of the traced function's flat inputs a forward placeholder is, or None where AOTAutograd made it up."""
-    index = getattr(placeholder.meta.get("desc"), "idx", None)
-    return index if isinstance(index, int) else None

@@ -67,7 +67,8 @@ def compile_pair(
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
             return _compile_eager(module, example_inputs, partition, interpret)
-        return _compile_inductor(module, example_inputs, partition, cache_key, patches or {}, interpret)
+        changes = {**(patches or {}), "custom_partitioner_fn": _partitioner(partition, cache_key)}
+        return _compile_inductor(module, example_inputs, changes, interpret)
 
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
@@ -83,6 +84,7 @@ def without_views(run: Compiled, count: int) -> Compiled:
     Autograd lets nobody write in place to a result that came as a view. What shares memory with others is copied.
     """
 
+    @boxed
     def call(arguments: list[Any]) -> Any:
         outputs = list(run(arguments))
         held = Counter(storage_key(x) for x in outputs if is_plain(x))
@@ -93,17 +95,13 @@ def without_views(run: Compiled, count: int) -> Compiled:
                 outputs[position] = x.clone() if is_shared else x.data
         return outputs
 
-    return boxed(call)
+    return call
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Compiled:
-    """``run`` as AOTAutograd calls it: with its arguments in one list, which the callee empties."""
-
-    def call(arguments: list[Any]) -> Any:
-        return run(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    """Mark ``run`` as what AOTAutograd calls with its arguments in one list, which the callee empties."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -173,12 +171,7 @@ def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options:
 
 
 def _compile_inductor(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    partition: Partition,
-    cache_key: str,
-    patches: Mapping[str, Any],
-    interpret: Interpret | None,
+    module: fx.GraphModule, example_inputs: Sequence[Any], changes: Mapping[str, Any], interpret: Interpret | None
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -196,8 +189,7 @@ def _compile_inductor(
     on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
     if interpret is not None and any(on_cpu):
         _find_instructions()
-    changes = {**patches, "custom_partitioner_fn": _partitioner(partition, cache_key)}
-    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
+    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=dict(changes))
     return cast(Compiled, compiled)
 
 

@@ -54,19 +54,6 @@ def compile_apart(
     return call
 
 
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` behind a code object of its own.
-
-    Dynamo counts recompilations per code object: with one for all models, the ninth would silently not be compiled.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace()
-    return call
-
-
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What calling ``module`` runs in the place of its own code, None if it runs that."""
     found: Callable[..., Any] | None = module._compiled_call_impl
@@ -79,10 +66,19 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
-    """What ``nn.Module.compile`` compiles, hooks included, through a function of ours: Dynamo skips frames inside
-    torch.nn, so that compiling an nn.Sequential itself would silently compile nothing (torch 2.11 to 2.13).
+    """What ``nn.Module.compile`` compiles, hooks included, behind a code object of its own.
+
+    Dynamo skips frames inside torch.nn, so that compiling an nn.Sequential itself would silently compile nothing
+    (torch 2.11 to 2.13), and counts recompilations per code object: with one for all models, the ninth would silently
+    not be compiled.
     """
-    return own_code(module._call_impl)
+    function = module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def without_recompile_limits() -> Any:

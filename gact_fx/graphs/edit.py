@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
 # (target, args, name) -> a new call
@@ -23,12 +24,10 @@ Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
     """A call of ``target`` where ``graph`` inserts, with ``meta["val"]``; one argument must be a tensor node."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    fake_args = fx.map_arg(args, lambda n: n.meta["val"])
-    fake_kwargs = fx.map_arg(kwargs, lambda n: n.meta["val"])
-    values = [source.meta["val"] for source in node.all_input_nodes]
-    tensors = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    first: Any = next(value for value in tensors if isinstance(value, torch.Tensor))
-    with first.fake_mode:
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    values = tree_leaves([source.meta["val"] for source in node.all_input_nodes])
+    tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))
+    with tensor.fake_mode:
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
@@ -39,109 +39,85 @@ class GraphInterpreter(fx.Interpreter):
 
 
 # The options of Inductor's random operators concern its own layout of the numbers.
-def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **options: Any) -> torch.Tensor:
+def _random(size: Sequence[int], seed: Tensor, mode: str, **options: Any) -> Tensor:
     make = {"rand": torch.rand, "randn": torch.randn}[mode]
     return make(list(size), generator=_generator(seed), device=seed.device)
 
 
-def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor, **options: Any) -> torch.Tensor:
+def _randint(low: int, high: int, size: Sequence[int], seed: Tensor, **options: Any) -> Tensor:
     return torch.randint(low, high, list(size), generator=_generator(seed), device=seed.device)
 
 
-def _generator(seed: torch.Tensor) -> torch.Generator:
+def _generator(seed: Tensor) -> torch.Generator:
     return torch.Generator(seed.device).manual_seed(int(seed) % 2**63)
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype)
-
-
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Fused attention's output and logsumexp, without dropout (which the CPU's kernel does not have)."""
     key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
-    scores = _scores(query, key, attn_mask, is_causal, scale)
+    scores = _scores(query, key, is_causal, **options)
     logsumexp = scores.logsumexp(-1)
     return (scores - logsumexp.unsqueeze(-1)).exp() @ value, logsumexp
 
 
 def _attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    *args: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value (FlashAttention, Dao et al. 2022, algorithm 4, without its tiles)."""
+    _, is_causal = args
     groups = (key.shape[1], value.shape[1])
     key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
-    weights = (_scores(query, key, attn_mask, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True))
-    slope = slope * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    weights = (_scores(query, key, is_causal, **options) - logsumexp.unsqueeze(-1)).exp()
+    slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * _scale(query, options.get("scale"))
     of_key, of_value = slope.mT @ query, weights.mT @ grad
     return slope @ key, of_key.unflatten(1, (groups[0], -1)).sum(2), of_value.unflatten(1, (groups[1], -1)).sum(2)
 
 
-def _for_every_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _for_every_head(x: Tensor, heads: int) -> Tensor:
     """Keys or values that groups of query heads share (grouped-query attention), repeated for each of these."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None
-) -> torch.Tensor:
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if mask is not None:
-        scores = scores + mask
+    query: Tensor, key: Tensor, is_causal: bool, attn_mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    scores = query @ key.mT * _scale(query, scale)
+    if attn_mask is not None:
+        scores = scores + attn_mask
     if is_causal:
-        rows, columns = scores.shape[-2:]
-        future = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(1)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
     return scores
 
 
-def _cudnn_batch_norm_backward(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    eps: float,
-    *reserve: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _cudnn_batch_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """``rest`` are the running mean and variance, the batch's mean and deviation, epsilon, and what cuDNN reserved."""
+    statistics, eps = rest[:4], rest[4]
     backward = _NORMALISATIONS["aten.native_batch_norm_backward.default"]
-    statistics = (running_mean, running_var, mean, deviation)
-    found: tuple[torch.Tensor, ...] = backward(grad, x, weight, *statistics, True, eps, [True] * 3)
+    found: tuple[Tensor, ...] = backward(grad, x, weight, *statistics, True, eps, [True] * 3)
     return found
 
 
-def _decompositions(*operators: Any) -> dict[str, Callable[..., Any]]:
-    return {str(overload): function for overload, function in get_decompositions(operators).items()}
-
-
-_NORMALISATIONS = _decompositions(
-    aten.native_batch_norm_backward,
-    aten.batch_norm_backward,
-    aten.native_layer_norm_backward,
-    aten.native_group_norm_backward,
-    aten._fused_rms_norm_backward,
-)
+_NORM_BACKWARDS = [
+    aten.native_batch_norm_backward, aten.batch_norm_backward, aten.native_layer_norm_backward,
+    aten.native_group_norm_backward, aten._fused_rms_norm_backward,
+]  # fmt: skip
+_NORMALISATIONS: dict[str, Callable[..., Any]] = {
+    str(op): run for op, run in get_decompositions(_NORM_BACKWARDS).items()
+}
 # By name: Inductor registers its operators when it is first used.
 _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     # Inductor lays tensors out as it likes, and copies where a view asks for another layout.
@@ -153,7 +129,7 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     **_NORMALISATIONS,
     "aten.cudnn_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": _cudnn_batch_norm_backward,
-    "prims.convert_element_type.default": _cast,
+    "prims.convert_element_type.default": Tensor.to,
     # In a backward graph it is there for the bookkeeping of the first derivative.
     "aten.detach.default": lambda x: x,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,

@@ -96,9 +96,5 @@ class Replay:
             return value() if callable(value) else value
         if node.op == "placeholder":
             return self.inputs[node.name]
-
-        def load(source: fx.Node) -> Any:
-            return self._read(source, env, given)
-
-        args, kwargs = fx.map_arg(node.args, load), fx.map_arg(node.kwargs, load)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._read(source, env, given))
         return self._call(node, args, kwargs)

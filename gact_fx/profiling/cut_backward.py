@@ -79,7 +79,8 @@ def _costs(nodes: Sequence[fx.Node], loads: Collection[fx.Node]) -> tuple[list[f
     for node in nodes:
         new = {i for i in node.all_input_nodes if i in loads} - loaded
         loaded |= new
-        work.append((0.0 if _is_view(node) else _nbytes(node)) + sum(_nbytes(i) for i in new))
+        is_view = node.target is getitem or returns_alias(node.target)
+        work.append((0.0 if is_view else _nbytes(node)) + sum(_nbytes(i) for i in new))
         kept.append(sum(packed_nbytes(x.dtype, hint(x.numel())) for x in _tensors(node)))
         if isinstance(node.meta.get("val"), (tuple, list)):
             # Its parts cross instead.
@@ -123,10 +124,6 @@ def _best_ends(
         ends.append(end)
         end = before[end]
     return total[-1], ends[::-1]
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target is getitem or returns_alias(node.target)
 
 
 def _nbytes(node: fx.Node) -> float:

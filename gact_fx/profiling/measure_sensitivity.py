@@ -22,6 +22,7 @@ from gact_fx.codec import operators
 from gact_fx.codec.code import step_variance
 from gact_fx.graphs.replay import Replay
 from gact_fx.plan import tensor_seed
+from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
 
@@ -57,37 +58,29 @@ class _Probe:
     def __init__(self, step: Step, seed: int) -> None:
         self.step = step
         self._seed = seed
-        self._replay = Replay(step.backward, step.arguments)
-        self._readings = step.readings
+        self.replay = Replay(step.backward, step.arguments)
         # The codes stay in memory, the values that they stand for only while backward needs them.
-        self._given = {name: self._codes(name, 0) for name in self._readings}
+        self._given = {name: self._codes(name, 0) for name in step.readings}
 
     def perturbed_gradients(self, draws: int, only: frozenset[str] | None) -> Iterator[tuple[str, list[list[Any]]]]:
         """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
-        names = [name for name, tensor in self._readings.items() if only is None or tensor in only]
+        names = {name: tensor for name, tensor in self.step.readings.items() if only is None or tensor in only}
         if not names:
             return
-        base = self._replay.run(self._given)
-        for name, resume in self._replay.forks(self._given, names):
+        base = self.replay.run(self._given)
+        for name, resume in self.replay.forks(self._given, list(names)):
             changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
-            yield self._readings[name], [_difference(outputs, base) for outputs in changed]
+            yield names[name], [_difference(outputs, base) for outputs in changed]
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
         """Backward's outputs for these tangents and zeros for all others."""
-        zeros = {
-            name: torch.zeros_like(self._replay.inputs[name])
-            for name in self.step.pair.tangents()
-            if isinstance(self._replay.inputs[name], torch.Tensor)
-        }
-        return self._replay.run({**self._given, **zeros, **tangents})
-
-    def tangent_shape(self, name: str) -> torch.Size:
-        shape: torch.Size = self._replay.inputs[name].shape
-        return shape
+        arrived = {name: self.replay.inputs[name] for name in self.step.pair.tangents()}
+        zeros = {name: torch.zeros_like(x) for name, x in arrived.items() if isinstance(x, torch.Tensor)}
+        return self.replay.run({**self._given, **zeros, **tangents})
 
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The values compressed with the seed of ``draw``; the call decompresses them."""
-        values = self._replay.evaluate({name})[name]
+        values = self.replay.evaluate({name})[name]
         code = replace(REFERENCE, seed=tensor_seed(self._seed, f"probe {draw}", name))
         blob = operators.compress(values, *code.to_compress())
         shape, dtype = values.shape, values.dtype
@@ -100,26 +93,20 @@ def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float
     leaves: dict[Hashable, torch.Tensor] = {}
     changes: dict[int, dict[str, torch.Tensor]] = {}
     while True:
-        for position, value in enumerate(outputs):
-            for place, leaf, part in (
-                probes[index].step.onward(position, value) if isinstance(value, torch.Tensor) else ()
-            ):
-                if place is not None:
-                    part = part.reshape(probes[place[0]].tangent_shape(place[1]))
-                    _add(changes.setdefault(place[0], {}), place[1], part)
-                elif leaf is not None:
-                    _add(leaves, leaf, part)
-                else:
-                    total += _square(part)
+        changed = [(position, value) for position, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
+        for place, leaf, part in (end for change in changed for end in probes[index].step.onward(*change)):
+            if place is not None:
+                step, tangent = place
+                _add(changes.setdefault(step, {}), tangent, part.reshape(probes[step].replay.inputs[tangent].shape))
+            elif leaf is not None:
+                _add(leaves, leaf, part)
+            else:
+                total += squared_norm(part)
         if not changes:
-            return total + sum(map(_square, leaves.values()))
+            return total + sum(map(squared_norm, leaves.values()))
         # The latest first: all that flows to a graph has arrived when it runs.
         index = max(changes)
         outputs = probes[index].respond(changes.pop(index))
-
-
-def _square(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())
 
 
 def _add(total: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:

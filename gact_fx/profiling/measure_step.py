@@ -20,41 +20,31 @@ log = logging.getLogger("gact_fx")
 
 
 def measure_step(
-    steps: Sequence[Step],
-    config: Config,
-    progress: Callable[[int], None] = lambda count: None,
+    steps: Sequence[Step], config: Config, progress: Callable[[int], None] = lambda count: None
 ) -> list[dict[str, Sensitivity]]:
     """Per graph of the step, the sensitivity of every quantized tensor that backward reads, by name."""
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
-        return _measure(steps, config, progress)
-
-
-def _measure(
-    steps: Sequence[Step],
-    config: Config,
-    progress: Callable[[int], None],
-) -> list[dict[str, Sensitivity]]:
-    sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
-    adjoint: list[tuple[dict[str, RoundingMeter], frozenset[str]]]
-    if config.sensitivity == "empirical":
-        adjoint = [(_equal_meters(step), frozenset(step.readings.values())) for step in steps]
-    else:
-        adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
-    slow = [names for _, names in adjoint]
-    empirical: list[dict[str, float]] = [{} for _ in steps]
-    if any(slow):
-        # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
-        draws = config.profile_draws if config.sensitivity == "empirical" else 1
-        empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
-    results = []
-    for (meters, opaque), measured in zip(adjoint, empirical, strict=True):
-        found = {}
-        for name, meter in meters.items():
-            if name in opaque:
-                meter.weigh_equally()
-            found[name] = meter.result(sizes, measured.get(name, 0.0) if name in opaque else None)
-            progress(0 if name in opaque else 1)
-        results.append(found)
+        sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
+        adjoint: list[tuple[dict[str, RoundingMeter], frozenset[str]]]
+        if config.sensitivity == "empirical":
+            adjoint = [(_equal_meters(step), frozenset(step.readings.values())) for step in steps]
+        else:
+            adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
+        slow = [names for _, names in adjoint]
+        empirical: list[dict[str, float]] = [{} for _ in steps]
+        if any(slow):
+            # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
+            draws = config.profile_draws if config.sensitivity == "empirical" else 1
+            empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
+        results = []
+        for (meters, opaque), measured in zip(adjoint, empirical, strict=True):
+            found = {}
+            for name, meter in meters.items():
+                if name in opaque:
+                    meter.weigh_equally()
+                found[name] = meter.result(sizes, measured.get(name, 0.0) if name in opaque else None)
+                progress(0 if name in opaque else 1)
+            results.append(found)
     return results
 
 
@@ -63,10 +53,9 @@ def _equal_meters(step: Step) -> dict[str, RoundingMeter]:
     nodes = {node.name: node for node in step.backward.graph.nodes}
     find_stopped = StoppedElements(step)
     meters = {}
-    with torch.no_grad():
-        for name, tensor in step.readings.items():
-            values = replay.evaluate({name})[name]
-            meters[tensor] = RoundingMeter(values, code_bits(nodes[name]), find_stopped(name, values))
+    for name, tensor in step.readings.items():
+        values = replay.evaluate({name})[name]
+        meters[tensor] = RoundingMeter(values, code_bits(nodes[name]), find_stopped(name, values))
     return meters
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ log = logging.getLogger("gact_fx")
 LeafGradients = Mapping[torch.Tensor, torch.Tensor]
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
     """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs and the gradients of its
     leaves. Of the steps right before it, so that there are ``consecutive``, it hands over the gradients alone.
@@ -31,34 +33,25 @@ class Recorder:
     ``counts()`` is False. ``copies()``: whether parameters are gone after backward, so that they are to be copied.
     """
 
-    def __init__(
-        self,
-        on_step: Callable[[list[Step], LeafGradients], None],
-        every: int | None = None,
-        consecutive: int = 1,
-        on_next: Callable[[bool], None] = lambda is_due: None,
-        counts: Callable[[], bool] = lambda: True,
-        copies: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._on_step = on_step
-        self._on_next = on_next
-        self._counts = counts
-        self._copies = copies
-        self._every = every
-        self._consecutive = consecutive
-        self._tape: Tape | None = None
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
-        # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
-        self._waiting: dict[Hashable, int] = {}
-        self._has_gradients = False
-        self._begun = 0
-        self._stopped = False
-        self._has_warned = False
+    on_step: Callable[[list[Step], LeafGradients], None]
+    every: int | None = None
+    consecutive: int = 1
+    on_next: Callable[[bool], None] = lambda is_due: None
+    counts: Callable[[], bool] = lambda: True
+    copies: Callable[[], bool] = lambda: False
+    _tape: Tape | None = field(default=None, init=False)
+    _gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict, init=False)
+    # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
+    _waiting: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _has_gradients: bool = field(default=False, init=False)
+    _begun: int = field(default=0, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
     def start(self, *, is_due: bool = True) -> None:
         """Record what runs from now on; ``is_due``: to be profiled."""
         # Sharded parameters are not there in forward of the graphs behind them.
-        self._tape, self._gradients = Tape(follows=is_due and not self._copies()), {}
+        self._tape, self._gradients = Tape(follows=is_due and not self.copies()), {}
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
@@ -97,31 +90,31 @@ class Recorder:
         def call(arguments: list[Any]) -> Any:
             inputs = []
             if self._tape is not None:
-                lasting = with_copies(pair, analysis, arguments) if self._copies() else arguments
+                lasting = with_copies(pair, analysis, arguments) if self.copies() else arguments
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = run(arguments)
-            if self._every is None:
+            if self.every is None:
                 return result
             if self._tape is not None:
                 self._collect(pair, inputs, result)
             if not self._has_gradients and not self._stopped:
-                self._on_next((self._begun + 1) % self._every == 0)
+                self.on_next((self._begun + 1) % self.every == 0)
             self._leave(key)
             return result
 
         return boxed(call)
 
     def _enter(self, key: Hashable) -> None:
-        if self._every is None or self._stopped or not self._counts():
+        if self.every is None or self._stopped or not self.counts():
             return
         # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
         if self._has_gradients and key in self._waiting:
             self._finish()
         if not self._waiting and not self._stopped:
             self._begun += 1
-            if self._tape is None and (self._begun + self._consecutive - 1) % self._every < self._consecutive:
-                self.start(is_due=self._begun % self._every == 0)
+            if self._tape is None and (self._begun + self.consecutive - 1) % self.every < self.consecutive:
+                self.start(is_due=self._begun % self.every == 0)
         self._waiting[key] = self._waiting.get(key, 0) + 1
         if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
             log.warning(
@@ -152,7 +145,7 @@ class Recorder:
         try:
             yield
         except BaseException as error:
-            if self._every is not None and not self._stopped:
+            if self.every is not None and not self._stopped:
                 if self._tape is not None:
                     name = type(error).__name__
                     log.warning("%s in a step that was to be profiled; the next step takes its place", name)
@@ -166,8 +159,8 @@ class Recorder:
         self._tape, self._gradients = None, {}
         self._waiting, self._has_gradients = {}, False
         if steps:
-            is_due = self._every is None or self._begun % self._every == 0
-            self._on_step(steps if is_due else [], gradients)
+            is_due = self.every is None or self._begun % self.every == 0
+            self.on_step(steps if is_due else [], gradients)
 
     def _steps(self) -> list[Step]:
         if self._tape is None:

@@ -62,13 +62,9 @@ class Step:
     def is_finite(self) -> bool:
         """Whether the tangents are free of NaN and infinity."""
         placeholders = self.backward.graph.find_nodes(op="placeholder")
-        tangents = self.pair.tangents()
-        values = [
-            value
-            for placeholder, value in zip(placeholders, self.arguments, strict=True)
-            if placeholder.name in tangents
-        ]
-        return all(bool(value.isfinite().all()) for value in values if isinstance(value, torch.Tensor))
+        arguments = {node.name: value for node, value in zip(placeholders, self.arguments, strict=True)}
+        tangents = [arguments[name] for name in self.pair.tangents()]
+        return all(bool(value.isfinite().all()) for value in tangents if isinstance(value, torch.Tensor))
 
 
 def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str]:
