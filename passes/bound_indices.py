@@ -1,7 +1,5 @@
 """Bound the indices that operators return or take, so that they can be packed into a few bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rebuilds more than one layer. Candidates are taken by seconds per byte, cheapest
 for seconds.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Copy the pair for those who replay it: profiling and the measurement of the gradient's error."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from gact_fx.graphs.aot import GraphPair

@@ -1,7 +1,5 @@
 """Have backward get the inputs that forward writes to as they were."""
 
-from __future__ import annotations
-
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.passes.pipeline import Context
 

@@ -1,7 +1,5 @@
 """Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

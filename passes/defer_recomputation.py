@@ -4,8 +4,6 @@ The partitioner orders recomputed chains for the values that they were cut from.
 blob instead, what remains would be decompressed long before it is needed, many layers at a time.
 """
 
-from __future__ import annotations
-
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import dependents
 from gact_fx.passes.pipeline import Context

@@ -5,8 +5,6 @@ Written as ``where(x <= 0, 0, x)`` its decision is a comparison, which `find_mas
 is linear in x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

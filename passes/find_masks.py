@@ -5,8 +5,6 @@ then ReLU). From a quantized value such a decision flips, and a flipped decision
 follows from saved values alone is therefore taken in forward, and stored at one bit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find what the plan says of the graph."""
 
-from __future__ import annotations
-
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.passes.pipeline import Context
 from gact_fx.plan import GraphPlan

@@ -1,7 +1,5 @@
 """Find which saved tensors stay as they are whatever backward does with them, and why."""
 
-from __future__ import annotations
-
 from operator import getitem
 
 import torch

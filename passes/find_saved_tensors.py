@@ -1,7 +1,5 @@
 """Find what forward saves for backward, and who else holds its memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from operator import getitem
 

@@ -8,8 +8,6 @@ half of the range is left. Both take the variance of rounding a convolution's re
 and the results stay unbiased: what is rounded is still linear in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import getitem
 

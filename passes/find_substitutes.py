@@ -9,8 +9,6 @@ Where no such end exists and the chain is unbounded, or ends in an operator of w
 refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard

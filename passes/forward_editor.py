@@ -1,7 +1,5 @@
 """Edits of the forward graph: what encodings need to put a blob in a saved tensor's place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

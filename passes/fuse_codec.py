@@ -6,8 +6,6 @@ what is fused is computed anew wherever it is read. Which is faster is for measu
 (``benchmarks/kernels.py``); `gact_fx.config.Config.fuse` chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

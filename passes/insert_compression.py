@@ -4,8 +4,6 @@ Counts and order of forward's outputs and backward's inputs never change. Compre
 forward, decompression (`read_masks`, `read_values`) right before the first in backward, so that values live briefly.
 """
 
-from __future__ import annotations
-
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.passes.encodings import Alias, Quantize
 from gact_fx.passes.forward_editor import ForwardEditor

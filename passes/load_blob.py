@@ -1,7 +1,5 @@
 """Decompress a blob where backward's graph inserts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ again they would be unbounded in the regions' inputs, so that these could not be
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy

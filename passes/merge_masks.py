@@ -9,8 +9,6 @@ channel sum to zero. Backward multiplies them with nothing but the mean of ``dy 
 `RoundingMeter` measures what it moves the gradient by, for `allocate_bits` to weigh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Cut the joint graph into forward and backward."""
 
-from __future__ import annotations
-
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes.pipeline import Context
 

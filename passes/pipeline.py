@@ -4,8 +4,6 @@ A pass is ``function(graphs, context) -> result``. Its graphs are the joint grap
 the pair after that. Later passes read in the `Context` what a pass has found.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

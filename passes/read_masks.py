@@ -3,8 +3,6 @@
 Masks come before values (`read_values`): the comparisons that they replace then no longer count as uses of the values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

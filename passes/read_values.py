@@ -1,7 +1,5 @@
 """Have backward read values from blobs, right before their first use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What backward is to read from blobs: what `insert_compression` hands to `read_masks` and `read_values`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ Computed again from the rounded tensors, backward is the exact gradient of atten
 need not be stored.
 """
 
-from __future__ import annotations
-
 from operator import getitem
 
 import torch

@@ -6,8 +6,6 @@ well, and an error in them would pass the exponential. There, the exponential is
 backward. Decomposed log-softmax takes it a second time, of the logarithms; that is the same quotient as softmax.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeGuard
 
 import torch

@@ -1,7 +1,5 @@
 """Standardise values before they are coded, and undo it after: the arithmetic behind `find_standardizations`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

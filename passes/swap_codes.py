@@ -6,8 +6,6 @@ the copy runs beside the computation, and waits for it right before that. What i
 The graphs were run on the CPU, where the copies are copies within host memory; on a GPU nothing has run yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

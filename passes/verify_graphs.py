@@ -1,7 +1,5 @@
 """Verify a rewritten pair of graphs: the contract between the passes and AOTAutograd."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -7,8 +7,6 @@ its cost first; where a step fits no more, the relaxation takes a part of it. Wh
 relaxation by more than the gain of that one step, and never gets worse when the limit is raised.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_left, bisect_right

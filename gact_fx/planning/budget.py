@@ -1,7 +1,5 @@
 """From sensitivities to a plan: menus, the budget in its three forms, and the warning when it is too tight."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What profiling found out about one graph: sensitivities, from any number of steps and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

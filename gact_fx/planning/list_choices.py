@@ -1,7 +1,5 @@
 """List the ways in which each saved tensor may be stored, with bytes and variance: the menus of `allocate_bits`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
