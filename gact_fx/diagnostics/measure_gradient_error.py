@@ -37,10 +37,7 @@ from gact_fx.training.usage_error import UsageError, first_line
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
-_SEEDS: dict[Any, int] = {
-    torch.ops.gact_fx.compress.default: 3,
-    torch.ops.gact_fx.decompress.default: 5,
-}
+_SEEDS: dict[Any, int] = {torch.ops.gact_fx.compress.default: 3, torch.ops.gact_fx.decompress.default: 5}
 # Losses of one batch may differ by this share: operators that add up in any order (atomics on a GPU).
 _SAME_LOSS = 1e-3
 
@@ -109,9 +106,7 @@ def _keeping_exact(passes: Sequence[Pass]) -> tuple[Pass, ...]:
 
 
 class _BothWays(Backend):
-    """Runs the session's graphs operator by operator: exact while ``draw`` is 0, and else compressed with the noise of
-    that number.
-    """
+    """Runs the session's graphs operator by operator: exact while ``draw`` is 0, else with the noise of that draw."""
 
     def __init__(self, session: Session) -> None:
         # Fusing and swapping change no value; what runs here are the graphs before them.

@@ -22,10 +22,9 @@ class Row:
     """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
 
     Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
-    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they
-    lie: where ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits`` is the width of
-    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code. ``copies`` counts what a step
-    stores of it: ``runs`` of them, but for what others store.
+    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they lie: where
+    ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits``, ``rounding`` and
+    ``group_size`` are the code, None where kept exact. ``copies`` are stored in a step: ``runs``, but for shared ones.
     """
 
     graph: int | None = None
