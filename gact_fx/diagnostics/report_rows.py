@@ -13,9 +13,6 @@ from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph
 
-_SHARED = "stored once, with others that hold the same activation"
-_MOVED = "moved to host memory"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -66,9 +63,9 @@ def graph_rows(
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
         reasons = ["the planner found it worth its bytes" if is_exact else how.reason]
         if after and share_after == 0:
-            reasons.append(_SHARED)
+            reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:
-            reasons.append(_MOVED)
+            reasons.append("moved to host memory")
         reason = ", ".join(filter(None, reasons))
         if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
             reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
