@@ -61,8 +61,7 @@ class Config:
             that the minibatch gradient has anyway (0.1: a tenth); the fewest bytes that keep to it.
         adaptive: choose each tensor's width by its sensitivity (GACT, section 4). ``False`` gives every tensor
             ``budget_bits`` bits of codes (an integer in [1, 8]), metadata on top.
-        group_size: elements that share one minimum and step, a power of two in [32, 1024]; None chooses for each
-            tensor.
+        group_size: elements that share one minimum and step, a power of two in [32, 1024]; None chooses per tensor.
         min_elements: smaller tensors are kept as they are.
         seed: seed of the rounding noise, a 32-bit unsigned integer. Equal seeds give equal gradients on equal data.
         sensitivity: how the sensitivities of the gradient are measured: ``"adjoint"``, all tensors at once by a few
@@ -90,14 +89,13 @@ class Config:
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
             compiled operators (``"off"``). ``"auto"`` fuses only on devices that have no compiled operators: on the CPU
-            these are several times faster (``benchmarks/kernels.py``); on a GPU nobody has measured it yet.
+            these are several times faster; on a GPU nobody has measured it yet.
         dynamic: as in ``torch.compile``: sizes that vary (True), sizes as they come, with a compilation for each
             (False), or sizes that turn out to vary (None).
         fullgraph: as in ``torch.compile``: a graph break is an error.
         mode: as in ``torch.compile``, Inductor's presets: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or
             ``"max-autotune-no-cudagraphs"``.
-        inductor_options: as ``options`` of ``torch.compile``: fields of ``torch._inductor.config`` by name, laid over
-            those of ``mode``.
+        inductor_options: as ``options`` of ``torch.compile``: fields of ``torch._inductor.config``, laid over ``mode``.
 
     Raises:
         ValueError: an option out of its range.
@@ -213,9 +211,8 @@ class Config:
     def from_level(cls, level: str, **overrides: Any) -> Config:
         """The configuration behind one of GACT's level names (its ``set_optimization_level``).
 
-        L0 none; L1, L1.1, L1.2 fixed 4, 8, 2 bits; L2, L2.1, L2.2 adaptive 4, 3, 2 bits; L3 is L2 with its codes in
-        host memory (``swap``, on CUDA devices). GACT's swap moves activations as they are; here only codes are moved,
-        so that "swap" is the nearest to it: codes of the widest width, 8 bits for every tensor, in host memory.
+        L0 none; L1, L1.1, L1.2 fixed 4, 8, 2 bits; L2, L2.1, L2.2 adaptive 4, 3, 2 bits; L3 is L2 with ``swap``. GACT's
+        "swap" moves activations as they are; here only codes are moved, and it has the widest: 8 bits for every tensor.
 
         Raises:
             ValueError: a level that is unknown.

@@ -73,8 +73,7 @@ class GraphPlan:
 class Plan:
     """The decisions for a whole model, saved as JSON. ``model`` is the fingerprint of its parameters, '' if unknown.
 
-    ``budget_bits`` and ``recompute`` are those of the configuration that it was made with; ``budget_bits`` is None
-    where bytes or noise were the budget.
+    ``budget_bits`` (None where bytes or noise were the budget) and ``recompute`` are those of its configuration.
     ``variance`` is what compression was predicted to add to the gradient's variance, ``minibatch_variance`` what the
     gradient varies by from batch to batch, both in units of squared gradient, None where not measured.
     """

@@ -126,10 +126,8 @@ class EagerRegions:
         return self._call.graphs
 
     def is_intermediate(self, x: torch.Tensor) -> bool:
-        """Whether an earlier graph of this forward pass made ``x``, and no other graph saves it.
-
-        Such a tensor (an edge index with self-loops, say) is held by the graph alone that saves it. Of what eager
-        PyTorch made, nobody knows whether somebody holds it.
+        """Whether an earlier graph of this forward pass made ``x`` (an edge index with self-loops, say), and no other
+        graph saves it. Of what eager PyTorch made, nobody knows whether somebody holds it.
         """
         if self._call is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
             return False
@@ -233,9 +231,7 @@ class EagerRegions:
         held.value = code
 
     def _settle(self, call: ForwardPass, result: Any) -> None:
-        """Learn what saved the tensors of places that were new, store these tensors, and see to it that what saved the
-        others is what is known.
-        """
+        """Learn what saved the tensors of new places, store these tensors, and check what is known of the others."""
         waiting = sum(held.place is not None for held in call.saved)
         nodes = nodes_of(result, call.inputs) if waiting else iter(())
         for node in nodes:

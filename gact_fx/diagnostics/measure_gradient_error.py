@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,10 +37,7 @@ from gact_fx.training.usage_error import UsageError, first_line
 
 _WHO = "gact_fx.measure_gradient_error"
 # Where the seed stands among the arguments.
-_SEEDS: dict[Any, int] = {
-    torch.ops.gact_fx.compress.default: 3,
-    torch.ops.gact_fx.decompress.default: 5,
-}
+_SEEDS: dict[Any, int] = {torch.ops.gact_fx.compress.default: 3, torch.ops.gact_fx.decompress.default: 5}
 # Losses of one batch may differ by this share: operators that add up in any order (atomics on a GPU).
 _SAME_LOSS = 1e-3
 
@@ -102,20 +99,15 @@ def measure_gradient_error(
     return GradientError(tuple(entry.result() for entry in reached), total(reached), count, draws, predicted)
 
 
-def _keeping_exact(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """``passes``, and right behind the cut a copy of the pair."""
-    cut = next(i for i, each in enumerate(passes) if each.name == "partition")
-    return (*passes[: cut + 1], Pass("copy_for_replay", copy_for_replay, gives="exact"), *passes[cut + 1 :])
-
-
 class _BothWays(Backend):
-    """Runs the session's graphs operator by operator: exact while ``draw`` is 0, and else compressed with the noise of
-    that number.
-    """
+    """Runs the session's graphs operator by operator: exact while ``draw`` is 0, else with the noise of that draw."""
 
     def __init__(self, session: Session) -> None:
+        # The exact graphs are a copy of the pair, made right behind the cut.
+        behind = next(i for i, each in enumerate(PIPELINE, start=1) if each.name == "partition")
+        copying = Pass("copy_for_replay", copy_for_replay, gives="exact")
         # Fusing and swapping change no value; what runs here are the graphs before them.
-        self._twin = session.twin(_keeping_exact(PIPELINE), fuse="off", swap=False)
+        self._twin = session.twin((*PIPELINE[:behind], copying, *PIPELINE[behind:]), fuse="off", swap=False)
         super().__init__(self._twin, interpreted=True)
         self.draw = 0
         self.has_run = False
@@ -161,9 +153,6 @@ def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
     # torch 2.11 cannot keep apart).
     with running(model, compile_apart(own_call(model), backend)), torch.enable_grad(), without_recompile_limits():
         yield
-
-
-# ---- What may be wrong ------------------------------------------------------------------------------------------
 
 
 def _session(model: object) -> Session:

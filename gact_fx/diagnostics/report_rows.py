@@ -13,19 +13,15 @@ from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph
 
-_SHARED = "stored once, with others that hold the same activation"
-_MOVED = "moved to host memory"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One saved tensor, of the compiled graph ``graph``, or of eager PyTorch between graphs where that is None.
 
     Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
-    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they
-    lie: where ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits`` is the width of
-    a code, None where kept exact, ``rounding`` and ``group_size`` the rest of the code. ``copies`` counts what a step
-    stores of it: ``runs`` of them, but for what others store.
+    step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they lie: where
+    ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits``, ``rounding`` and
+    ``group_size`` are the code, None where kept exact. ``copies`` are stored in a step: ``runs``, but for shared ones.
     """
 
     graph: int | None = None
@@ -67,9 +63,9 @@ def graph_rows(
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
         reasons = ["the planner found it worth its bytes" if is_exact else how.reason]
         if after and share_after == 0:
-            reasons.append(_SHARED)
+            reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:
-            reasons.append(_MOVED)
+            reasons.append("moved to host memory")
         reason = ", ".join(filter(None, reasons))
         if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
             reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))

@@ -44,7 +44,9 @@ class Backend:
         # What the recorder knows the graph by, also where it is cut in two more than once.
         key = object()
 
-        def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+        def cut(
+            joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
             upstream = _upstream(module, example_inputs, session)
             found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, **options)))
             return found[-1].pair.forward, found[-1].pair.backward
@@ -174,9 +176,7 @@ def gact(
 
 
 def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[[int], bool]:
-    """Whether flat input i is an activation of an earlier graph (it requires grad, and somebody computed it), or what
-    an earlier graph made without a gradient, for this graph alone.
-    """
+    """Whether flat input i was computed by an earlier graph, with a gradient, or without one for this graph alone."""
     regions = session.eager_regions
 
     def is_upstream(x: object) -> bool:

@@ -29,10 +29,7 @@ class Learner:
         self._failures = 0
 
     def learn_from(self, steps: Sequence[Step], gradients: LeafGradients) -> None:
-        """Profile a step of training.
-
-        Without ``steps``, it is one that ran the plan right before a step to profile; its gradients are remembered.
-        """
+        """Profile a step of training; without ``steps``, it ran the plan, right before a step to profile."""
         last, self._last_gradients = self._last_gradients, {}
         if not are_finite(gradients.values()):
             if steps:

@@ -30,12 +30,12 @@ def is_copy(model: object) -> bool:
 
 
 @contextlib.contextmanager
-def running(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None]:
+def running(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[nn.Module]:
     """Within, calls of ``module`` run ``call`` (None: its own code)."""
     before = compiled_call(module)
     set_compiled_call(module, call)
     try:
-        yield
+        yield module
     finally:
         set_compiled_call(module, before)
 
@@ -75,13 +75,11 @@ class Target:
         compiled = compile_apart(function, backend, generation=self._generation, **options)
         return compiled if regions is None else regions.around(compiled)
 
-    @contextlib.contextmanager
-    def uncompiled(self) -> Iterator[Any]:
+    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
         """Within, the model runs as it was before compile()."""
         # The module in DDP, not DDP: what is compared here is one rank's gradients.
         is_module = isinstance(self._original, nn.Module)
-        with running(self._original, self._before) if is_module else contextlib.nullcontext():
-            yield self._original
+        return running(self._original, self._before) if is_module else contextlib.nullcontext(self._original)
 
     @contextlib.contextmanager
     def restored_on_failure(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from gact_fx.codec.code import Code
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
-from gact_fx.passes import PIPELINE
 from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, tensor_seed
@@ -39,7 +38,7 @@ class RewrittenGraph:
     exact: GraphPair | None = None
 
 
-def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass] = PIPELINE) -> RewrittenGraph:
+def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> RewrittenGraph:
     """Cut ``joint`` and rewrite the pair by ``passes``."""
     done = run_passes(passes, replace(context, joint=joint))
     assert done.pair is not None and done.replayable is not None

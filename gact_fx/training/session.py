@@ -28,12 +28,10 @@ log = logging.getLogger("gact_fx")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with.
-
-    ``eager_nbytes``: what its eager regions hold for backward.
-    """
+    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
 
     profiles: dict[str, GraphProfile]
+    # What its eager regions hold for backward.
     eager_nbytes: int
     minibatch_variance: float | None
     max_gradient_noise: float | None
@@ -101,10 +99,7 @@ class Session:
     # Profiling
 
     def measure(self, steps: Sequence[Step], bar: Any = None) -> bool:
-        """Add the sensitivities of one training step to the profiles; False where its gradients are not finite.
-
-        ``bar``, of tqdm, shows how far it is.
-        """
+        """Add the sensitivities of one training step to the profiles; False where its gradients are not finite."""
         if not all(step.is_finite for step in steps):
             log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
             return False
@@ -171,8 +166,7 @@ class Session:
         return self.make_plan(max(sample.eager_nbytes for sample in samples))
 
     def make_plan(self, eager_nbytes: int | None = None) -> bool:
-        """Allocate bits over all profiled graphs together, and run the plan from now on, unless the one there is serves
-        as well (then False).
+        """Allocate bits over all profiled graphs together and run the plan; False where the one there is does as well.
 
         ``eager_nbytes`` come off ``budget_bytes``; None: what this process's eager regions hold.
         """
