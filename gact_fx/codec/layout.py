@@ -44,14 +44,9 @@ def metadata_nbytes(dtype: torch.dtype, bits: int) -> int:
 
 
 def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask_numel: int = 0) -> int:
-    """Return the bytes of the blob for a tensor of ``numel`` elements.
+    """Return the bytes of the blob for ``numel`` elements of a dtype, with a mask of ``mask_numel`` behind them.
 
-    Args:
-        numel: elements of the tensor; int or SymInt.
-        dtype: one of `SOURCE_DTYPES` or `INTEGER_DTYPES` (for these ``group_size`` does not matter).
-        bits: width of a code: 1 to 8, for float32 also 16; 1 for bool, 1 to 16 for other integers.
-        group_size: elements that share a minimum and a step, a power of two from 32 to 1024.
-        mask_numel: elements of the mask that is appended; int or SymInt.
+    Dtype, bits and group size are what `gact_fx.ops.compress` takes; for integers the group size does not matter.
     """
     if dtype in INTEGER_DTYPES:
         return integers_nbytes(numel, 1 if dtype == torch.bool else bits)

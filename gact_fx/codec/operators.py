@@ -142,10 +142,8 @@ def decompress(
         size: shape of the tensor that was compressed; any shape with as many elements will do.
         dtype: dtype of the tensor that was compressed; bool, or uint8 with ``bits`` 1, reads the mask at the end of
             the blob, as true or false, ones or zeros.
-        bits: as for `compress`; ignored for bool.
-        group_size: as for `compress`; ignored for integers.
-        seed: as for `compress`; only dither reads it.
-        rounding: as for `compress`.
+        bits, group_size, seed, rounding: as for `compress`. The bits are ignored for bool, and only dither reads the
+            seed.
 
     Returns:
         A new contiguous tensor of the given size and dtype.

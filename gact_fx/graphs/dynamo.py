@@ -72,7 +72,7 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     (torch 2.11 to 2.13), and counts recompilations per code object: with one for all models, the ninth would silently
     not be compiled.
     """
-    function = module._call_impl
+    function: Callable[..., Any] = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

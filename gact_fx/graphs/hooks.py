@@ -9,7 +9,6 @@ and whether they may be set).
 from __future__ import annotations
 
 import contextlib
-import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,10 +47,4 @@ def paused() -> Iterator[None]:
 
 def outside_hooks(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, with the hooks `paused` while it runs."""
-
-    @functools.wraps(run)
-    def call(*arguments: Any) -> Any:
-        with paused():
-            return run(*arguments)
-
-    return call
+    return paused()(run)

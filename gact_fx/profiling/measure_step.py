@@ -25,7 +25,6 @@ def measure_step(
     """Per graph of the step, the sensitivity of every quantized tensor that backward reads, by name."""
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
         sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
-        adjoint: list[tuple[dict[str, RoundingMeter], frozenset[str]]]
         if config.sensitivity == "empirical":
             adjoint = [(_equal_meters(step), frozenset(step.readings.values())) for step in steps]
         else:

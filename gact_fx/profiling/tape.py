@@ -55,8 +55,19 @@ class Step:
 
     @property
     def readings(self) -> dict[str, str]:
-        """Names of the backward nodes with the values of quantized tensors, in memory order → names of the tensors."""
-        return readings(self.pair.backward, self.analysis)
+        """Names of the backward nodes with the values of quantized tensors, in memory order → names of the tensors.
+
+        These are what is decompressed, and quantized tensors that the plan keeps exact and backward reads.
+        """
+        found = {}
+        names = {tensor.name for tensor, _ in self.analysis.quantized()}
+        for placeholder in self.backward.graph.find_nodes(op="placeholder"):
+            if placeholder.name not in names or not placeholder.users:
+                continue
+            loads = [user for user in placeholder.users if user.target is torch.ops.gact_fx.decompress.default]
+            values = [load for load in loads if load.meta["val"].dtype.is_floating_point]
+            found.update({node.name: placeholder.name for node in (values if loads else [placeholder])})
+        return found
 
     @property
     def is_finite(self) -> bool:
@@ -65,19 +76,6 @@ class Step:
         arguments = {node.name: value for node, value in zip(placeholders, self.arguments, strict=True)}
         tangents = [arguments[name] for name in self.pair.tangents()]
         return all(bool(value.isfinite().all()) for value in tangents if isinstance(value, torch.Tensor))
-
-
-def readings(backward: fx.GraphModule, analysis: GraphAnalysis) -> dict[str, str]:
-    """See `Step.readings`: what is decompressed, and quantized tensors that the plan keeps exact and backward reads."""
-    found = {}
-    names = {tensor.name for tensor, _ in analysis.quantized()}
-    for placeholder in backward.graph.find_nodes(op="placeholder"):
-        if placeholder.name not in names or not placeholder.users:
-            continue
-        loads = [user for user in placeholder.users if user.target is torch.ops.gact_fx.decompress.default]
-        values = [load for load in loads if load.meta["val"].dtype.is_floating_point]
-        found.update({node.name: placeholder.name for node in (values if loads else [placeholder])})
-    return found
 
 
 def with_copies(pair: GraphPair, analysis: GraphAnalysis, arguments: Sequence[Any]) -> list[Any]:
