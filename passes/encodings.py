@@ -6,6 +6,7 @@ for every saved tensor. A new encoding is a class here and a choice there.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,9 +24,10 @@ from gact_fx.records import SavedTensor, Standardization
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How the saved tensor ``name`` is stored, and the ``reason`` where that needs one: as nothing, if no class says
-    otherwise. ``label`` names the encoding in reports.
+class Encoding(ABC):
+    """How the saved tensor ``name`` is stored, and the ``reason`` where that needs one.
+
+    ``label`` names the encoding in reports.
     """
 
     name: str
@@ -33,9 +35,9 @@ class Encoding:
 
     label: ClassVar[str]
 
+    @abstractmethod
     def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
         """Bytes of what is stored in the tensor's place; None where the tensor itself is held."""
-        return 0
 
     def bits(self, entry: TensorPlan | None) -> int | None:
         """Width of what is stored of an element, None where it is exact in its own dtype."""
@@ -62,6 +64,9 @@ class Drop(Encoding):
 
     label = "drop"
 
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return 0
+
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         if value.source.op != "placeholder":
             forward.save(value, forward.empty_like(value.source))
@@ -74,6 +79,9 @@ class Alias(Encoding):
 
     of: str
     label = "alias"
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
