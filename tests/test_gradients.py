@@ -73,6 +73,7 @@ def reseeded(plan: Plan, seed: int) -> Plan:
     return replace(plan, graphs=tuple(graphs))
 
 
+@pytest.mark.slow
 def test_the_mean_gradient_over_seeds_is_the_exact_one() -> None:
     """Within 3 standard errors over 64 seeds, at 4 bits: in total, and for every parameter."""
     model, batch, seeds = Mixed(), mixed_batch(16), 64
@@ -176,6 +177,7 @@ def test_losses_that_divide_by_what_they_saved(inner: str) -> None:
         assert relative_error(gradients(model), gradients(reference)) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["stochastic", "dither", "nearest"])
 @pytest.mark.parametrize(
     ("inner", "dtype"),

@@ -3,6 +3,7 @@
 import gc
 import warnings
 
+import pytest
 import torch
 from conftest import Mixed, mixed_batch
 
@@ -35,6 +36,7 @@ def train(steps: int) -> tuple[list[float], list[torch.Tensor], list[int]]:
     return losses, [p.detach().clone() for p in model.parameters()], alive
 
 
+@pytest.mark.slow
 def test_the_same_twice_and_nothing_left_behind() -> None:
     one, other = train(26), train(26)
     assert one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))

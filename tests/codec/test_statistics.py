@@ -364,6 +364,7 @@ def test_elements_of_a_group_are_uncorrelated(
     assert_white(upper(correlations(moment(u), moment(u))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [SHARES, (0, 1, 2, 3), (0, 64, 128, 192)], ids=str)
 def test_quadruples_fill_their_space(places: tuple[int, ...]) -> None:
     """Any two, three, four of the elements that share a hash, of neighbours, and of neighbouring hashes: an even
@@ -429,6 +430,7 @@ SEED_SETS = {
 }
 
 
+@pytest.mark.slow
 @MOMENTS
 @pytest.mark.parametrize("name", SEED_SETS)
 def test_seeds_and_slots_are_uncorrelated(name: str, moment: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -619,6 +621,7 @@ def slot_errors(call: tuple[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
     return _standardised(x, blob, back, bits, rounding, group_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["stochastic", "dither"])
 def test_training_steps_and_slots_are_uncorrelated(
     rounding: str, compressed: list[tuple[tuple[Any, ...], torch.Tensor]]

@@ -369,6 +369,7 @@ def compiled() -> nn.Module:
 BATCH = mixed_batch(8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "sample", "options", "message"),
     [

@@ -61,6 +61,7 @@ def test_what_is_unbounded_and_read_otherwise_is_refused(trace: Trace) -> None:
     assert reason == "backward is unbounded in it (aten.exp.default)"
 
 
+@pytest.mark.slow
 @INNER
 @pytest.mark.parametrize("scale", [1.0, 20.0, 60.0])
 def test_sharp_attention_keeps_its_gradient_bounded(inner: str, scale: float) -> None:

@@ -109,6 +109,7 @@ def test_a_graph_that_no_longer_runs_is_not_reported() -> None:
     assert found == pytest.approx(report.bytes_after, rel=0.3)
 
 
+@pytest.mark.slow
 def test_stages_that_share_their_code_are_all_compressed() -> None:
     """Profiling and training compile each: together more often than Dynamo does for one piece of code."""
     model = gact_fx.compile(stages(6), sample_batches=[(rows(),)], **OPTIONS)
