@@ -1,4 +1,5 @@
 import copy
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,19 @@ def test_every_field_survives_the_file(tmp_path: Path) -> None:
     tensors = (TensorPlan("a#0", Code(2, "dither", 64, 3), 0.5, True), TensorPlan("b#0", None))
     plan = Plan(4.5, "m", (GraphPlan("f", tensors, ("a#0 torch.float32 2",)),), "off", 1e-3, 0.25)
     plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_plans_that_say_who_shared_codes_are_read(tmp_path: Path) -> None:
+    """Version 0.1 wrote it of every tensor, and a seed of what is exact."""
+    plan = Plan(
+        4, "m", (GraphPlan("f", (TensorPlan("a#0", Code(2, "dither", 64, 3), 0.5), TensorPlan("b#0", None)), ()),)
+    )
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    for tensor in data["graphs"][0]["tensors"]:
+        tensor.update(shared=True, seed=tensor["seed"] or 7)
+    (tmp_path / "plan.json").write_text(json.dumps(data))
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
