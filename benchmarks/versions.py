@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget-bits", type=float, default=4.0)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.child:
         serve(options.networks[0], options.budget_bits)
         return

@@ -6,8 +6,6 @@
 accelerate (tried with 1.15) has an enumeration of the backends that it takes, whatever else is registered with torch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from accelerate.utils import DynamoBackend

@@ -1,7 +1,5 @@
 """``gact_fx.compile`` and ``gact_fx.inspect``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 

@@ -1,7 +1,5 @@
 """Every option and every default, in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -208,7 +206,7 @@ class Config:
         return {**inductor_mode(self.mode), **(self.inductor_options or {})}
 
     @classmethod
-    def from_level(cls, level: str, **overrides: Any) -> Config:
+    def from_level(cls, level: str, **overrides: Any) -> "Config":
         """The configuration behind one of GACT's level names (its ``set_optimization_level``).
 
         L0 none; L1, L1.1, L1.2 fixed 4, 8, 2 bits; L2, L2.1, L2.2 adaptive 4, 3, 2 bits; L3 is L2 with ``swap``. GACT's
@@ -223,7 +221,7 @@ class Config:
         return cls.from_options({"budget_bits": budget_bits, "adaptive": adaptive, "swap": swap, **overrides})
 
     @classmethod
-    def from_options(cls, options: dict[str, Any], base: Config | None = None) -> Config:
+    def from_options(cls, options: dict[str, Any], base: "Config | None" = None) -> "Config":
         """``base`` (default: all defaults) with ``options`` laid over it.
 
         Raises:

@@ -1,7 +1,5 @@
 """The plan: what was decided for every saved tensor of every graph, as plain data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -46,7 +44,7 @@ class TensorPlan:
         return {"key": self.key, **code, "sensitivity": self.sensitivity, "merged": self.merged}
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> TensorPlan:
+    def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
         code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], data["merged"])
@@ -125,7 +123,7 @@ class Plan:
         Path(path).write_text(json.dumps({"format": FORMAT, **vars(self), "graphs": graphs}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> "Plan":
         """Read a plan written by :meth:`save`.
 
         Raises:

@@ -1,7 +1,5 @@
 """The records that flow between passes: what is saved, and what was decided about it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +87,7 @@ class Sensitivity:
         return (self.merged if merged else self.variances).get(Code(code.bits, kind, code.group_size))
 
     @classmethod
-    def mean(cls, several: Sequence[Sensitivity]) -> Sensitivity:
+    def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
         """The mean over sample batches."""
         count = len(several)
         merged = [code for code in several[0].merged if all(code in s.merged for s in several)]

@@ -4,8 +4,6 @@ An encoding knows what it costs, how forward writes it and what backward then re
 for every saved tensor. A new encoding is a class here and a choice there.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -168,7 +166,7 @@ class Quantize(Encoding):
         """Whether what the merged mask stops is 0."""
         return self.standardization is None
 
-    def without_merged(self) -> Quantize:
+    def without_merged(self) -> "Quantize":
         """The same without the mask that is merged, by which nothing need be folded either."""
         by = self.standardization
         masks = tuple(mask for mask in self.masks if mask != self.merges)

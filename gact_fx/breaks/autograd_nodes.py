@@ -1,7 +1,5 @@
 """What eager PyTorch's autograd nodes do with the tensors that they save, and so how each may be stored."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

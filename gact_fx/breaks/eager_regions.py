@@ -5,8 +5,6 @@ has returned; from then on the same place in the program (its call stack, how of
 producer) is stored as the nodes there allow. What the first pass through a place saved is stored so afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -8,8 +8,6 @@ The VJP is taken from autograd's nodes, called one by one: running the engine wo
 into compiled graphs. Gradients are brought to the shape and dtype that the next node takes, as the engine does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,7 +46,7 @@ class EagerVJP:
     gradient: GradientEdge = field(repr=False)
     like: torch.Tensor = field(repr=False)
 
-    def towards(self, names: Mapping[Any, Any]) -> EagerVJP:
+    def towards(self, names: Mapping[Any, Any]) -> "EagerVJP":
         """The same with other names for what is no leaf; what has none counts as a leaf."""
         ends = (
             end if end.is_leaf else replace(end, of=names.get(end.of, end.edge.node), is_leaf=end.of not in names)

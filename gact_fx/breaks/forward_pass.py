@@ -1,7 +1,5 @@
 """One forward pass through eager regions: what autograd saved in it, and in whose memory that lies."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which graph holds what of the activations that others hold as well: each is to be counted once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any

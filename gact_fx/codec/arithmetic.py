@@ -4,8 +4,6 @@ Everything here is a function without branches on data or loops over it, so that
 are held in int32, whose products wrap around.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A code: how a tensor's elements become numbers of a few bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +38,13 @@ class Code:
         return self.bits, self.group_size, self.seed, self.rounding
 
     @classmethod
-    def of_compress(cls, args: Sequence[Any]) -> Code:
+    def of_compress(cls, args: Sequence[Any]) -> "Code":
         """The code that a call of ``gact_fx::compress`` writes, from all its arguments."""
         bits, group_size, seed = args[1:4]
         return cls(bits, args[5] if len(args) > 5 else "stochastic", group_size, seed)
 
     @classmethod
-    def of_decompress(cls, args: Sequence[Any]) -> Code:
+    def of_decompress(cls, args: Sequence[Any]) -> "Code":
         """The code that a call of ``gact_fx::decompress`` reads, from all its arguments."""
         given: list[Any] = [*args[3:], *[0, "stochastic"][len(args) - 5 :]]
         bits, group_size, seed, rounding = given

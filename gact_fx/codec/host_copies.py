@@ -8,8 +8,6 @@ time. On other devices all copies are done at once.
 The CUDA path has not run on a GPU yet: `tests/passes/test_swap_codes.py` has what will run there first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

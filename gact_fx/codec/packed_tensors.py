@@ -1,7 +1,5 @@
 """Compression of what autograd keeps outside of rewritten graphs: in profiling, and in eager PyTorch between graphs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

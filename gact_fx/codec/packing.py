@@ -5,8 +5,6 @@ no code straddles a byte; in a plane of ``width`` bits and ``stride`` bytes, byt
 j + 2 stride, ... from the low bits up, so that no element moves across lanes of a vector register.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The result of ``gact_fx.measure_gradient_error``, and its table."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Container, Iterator, Sequence
@@ -60,7 +58,7 @@ class ParameterError:
         minibatch_variance: float | None,
         count: int,
         significance: float | None,
-    ) -> ParameterError:
+    ) -> "ParameterError":
         """From the norms of the means and the variances of single gradients, of which there were ``count``."""
         error = math.sqrt(variance / count)
         estimate = math.sqrt(max(bias**2 - error**2, 0.0))

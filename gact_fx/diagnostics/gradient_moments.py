@@ -1,7 +1,5 @@
 """Running mean and variance of exact and compressed gradients, without keeping them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

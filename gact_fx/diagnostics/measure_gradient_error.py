@@ -1,7 +1,5 @@
 """``gact_fx.measure_gradient_error``: bias and variance of the compressed gradient, against the exact one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

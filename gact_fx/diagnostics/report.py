@@ -1,12 +1,9 @@
 """The report behind ``gact_fx.inspect``: every saved tensor, how it is stored, and why not smaller."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -19,9 +16,7 @@ from gact_fx.passes.encodings import Keep, Quantize
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
 from gact_fx.training.rewrite import RewrittenGraph
-
-if TYPE_CHECKING:
-    from gact_fx.training.session import Session
+from gact_fx.training.session import Session
 
 _COLUMNS = (
     "graph", "tensor", "op", "shape", "dtype", "stored", "bits", "code", "sensitivity", "before", "after", "reason"
@@ -98,7 +93,7 @@ class Report:
         return "\n".join(_lines(self))
 
     @classmethod
-    def from_session(cls, session: Session) -> Report:
+    def from_session(cls, session: Session) -> "Report":
         """The report on the graphs that the session has compiled and training still runs."""
         graphs = [graph for graph in session.graphs if session.run_counts.is_current(graph)]
         runs = [session.run_counts.runs(graph) for graph in graphs]

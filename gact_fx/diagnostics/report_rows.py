@@ -1,7 +1,5 @@
 """The rows of a report: every saved tensor, how it is stored, and why not smaller."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ Private, tried with torch 2.11 and 2.13:
 - ``OpOverload.is_view``, and ``fake_mode`` of the fake tensors in ``meta["val"]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -56,7 +54,7 @@ class GraphPair:
     def backward_outputs(self) -> tuple[Any, ...]:
         return tuple(self.backward.graph.output_node().args[0])  # type: ignore[arg-type]
 
-    def saved_values(self) -> list[SavedValue]:
+    def saved_values(self) -> "list[SavedValue]":
         """What forward hands to backward, in the order of forward's outputs."""
         saved = list(enumerate(self.forward_outputs))[self.num_user_outputs :]
         symbols = sum(1 for _, node in saved if isinstance(node.meta["val"], torch.SymInt))
@@ -89,7 +87,7 @@ class GraphPair:
         sources = [getattr(description, "grad_of", None) for description in descriptions]
         return {i: of[source] for i, source in enumerate(sources) if source is not None and source in of}
 
-    def replace_saved(self, value: SavedValue, replacement: fx.Node) -> None:
+    def replace_saved(self, value: "SavedValue", replacement: fx.Node) -> None:
         """Save ``replacement`` instead of ``value.source``, at the same position and in the same slot of backward."""
         output = self.forward.graph.output_node()
         outputs = list(self.forward_outputs)
@@ -130,7 +128,7 @@ class JointGraph:
     static_lifetime_input_indices: Sequence[int] | None = None
     compiler: str = "inductor"
 
-    def copy(self) -> JointGraph:
+    def copy(self) -> "JointGraph":
         """The same with a graph of its own."""
         return replace(self, joint=copy_module(self.joint))
 

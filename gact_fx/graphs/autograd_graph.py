@@ -5,8 +5,6 @@ public would be ``Node.metadata`` with them in it), and the attributes ``_saved_
 PyTorch's documentation shows them; public would be a method of ``Node`` that lists what it saves).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Iterator
 from typing import Any

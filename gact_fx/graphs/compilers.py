@@ -17,8 +17,6 @@ Private, with torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible
 Inductor compiles, where there is no ``_align_compatible_range_nodes``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

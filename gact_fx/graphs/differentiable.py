@@ -4,8 +4,6 @@ Private, tried with torch 2.11 and 2.13: the names of autograd's nodes that stan
 ("NotImplemented", "NotSupported", "GeneratedBackwardFor"; public would be a way to ask an operator whether it has one).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Private, tried with torch 2.11 and 2.13: the name of AOTAutograd's node, "Compil
 class).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -15,8 +15,6 @@ Private, tried with torch 2.11 and 2.13:
 - ``DistributedDataParallel._get_active_ddp_module`` (public would be the same without the underscore).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

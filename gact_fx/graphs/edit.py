@@ -4,8 +4,6 @@ Undocumented, tried with torch 2.11 and 2.13: ``fake_mode`` of the fake tensors 
 ``meta["val"]``, which passes use as well (public would be a function that propagates fake values to one new node).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any

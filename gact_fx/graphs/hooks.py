@@ -6,8 +6,6 @@ Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors
 and whether they may be set).
 """
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator

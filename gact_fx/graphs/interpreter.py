@@ -5,8 +5,6 @@ as ``torch.export.default_decompositions`` is one for inference), and by name al
 operators ``prims.inductor_random`` and ``inductor_randint`` (public would be these in eager PyTorch).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ what it is), ``OpOverload._opname`` and ``_schema`` (public would be the same wi
 ``torch._assert_async`` (public would be an assertion that does not wait for the device).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Runs a backward graph again and again, with some of its values given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ Private, tried with torch 2.11 and 2.13: ``SymInt.node`` with ``expr`` and ``hin
 public but for its documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``) and
 Python objects).
 """
 
-from __future__ import annotations
-
 from typing import TypeGuard
 
 import torch

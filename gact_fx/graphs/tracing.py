@@ -4,8 +4,6 @@ Private, tried with torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.ma
 function that traces what a tensor function calls; ``torch.export`` takes modules alone).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

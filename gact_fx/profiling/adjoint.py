@@ -1,7 +1,5 @@
 """The derivative of one graph's backward pass with respect to what was saved, in little memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ dynamic programming, and the limit such that both together take the least memory
 what waits for it: the derivatives, of every probe, with respect to all that crosses its end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Arithmetic on gradients, which may be complex or sparse, and may have overflowed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -12,8 +12,6 @@ What passes through an operator without a second derivative is left for Algorith
 incomplete.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

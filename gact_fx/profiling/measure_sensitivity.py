@@ -10,8 +10,6 @@ earlier graphs, whose backward passes are linear in their tangents. Only backwar
 graph only what comes after its first use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

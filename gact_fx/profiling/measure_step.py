@@ -1,7 +1,5 @@
 """Sensitivities of one recorded training step: adjoint passes, with Algorithm 1 where those cannot go."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Watches a model's graphs run, and records whole training steps on a tape."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping

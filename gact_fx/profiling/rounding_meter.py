@@ -7,8 +7,6 @@ of the group over ``2^bits - 1``. So nothing is drawn: ranges and weights are su
 depends on p is evaluated on blocks of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -84,7 +82,7 @@ class RoundingMeter:
             weighed.weigh_equally()
         self._bias, self._count = math.inf, 1
 
-    def _each(self) -> list[_Weighed]:
+    def _each(self) -> "list[_Weighed]":
         return [weighed for weighed in (self._all, self._passed) if weighed is not None]
 
     def result(self, group_sizes: Sequence[int], value: float | None = None) -> Sensitivity:

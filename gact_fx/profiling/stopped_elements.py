@@ -1,7 +1,5 @@
 """The elements that masks stop, of tensors whose codes could tell such a mask: for measuring what merging it does."""
 
-from __future__ import annotations
-
 import torch
 
 from gact_fx.graphs.replay import Replay

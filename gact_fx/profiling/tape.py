@@ -1,7 +1,5 @@
 """The tape of one training step: which graphs ran, on what, and where the gradient of each one's inputs flows on to."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,7 +99,7 @@ class _Call:
     inputs: list[Any]
     outputs: list[Any]
     made: dict[int, Identity]
-    sources: dict[int, tuple[_Call, int] | EagerVJP | None]
+    sources: "dict[int, tuple[_Call, int] | EagerVJP | None]"
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
 
 

@@ -1,7 +1,5 @@
 """The torch.compile backends: one that rewrites graphs by a session's plan, and ``backend="gact"`` on top of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """What is learnt from the steps of training themselves, where there were no sample batches, or to plan again."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The states of a compiled model, the transitions between them, and the one place where what it runs is exchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 from typing import Any

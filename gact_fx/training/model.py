@@ -1,7 +1,5 @@
 """A model as the caller holds it, whose calls run what its session says."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

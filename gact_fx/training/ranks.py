@@ -7,8 +7,6 @@ until there is a plan, and then after every step that is profiled again. Roundin
 rounded, so it is independent from rank to rank although the plan, with its seeds, is the same.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

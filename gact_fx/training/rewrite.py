@@ -1,7 +1,5 @@
 """Rewrites one graph of a model: runs the passes over it, with what the plan says of what it saves."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How often each compiled graph runs in a training step: as many copies of its activations are held at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any

@@ -1,7 +1,5 @@
 """Profiling on sample batches: real steps whose gradients are thrown away, leaving the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """One compiled model: its configuration, its plan, and the graphs seen so far."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -63,7 +61,7 @@ class Session:
         self._has_sample = False
         self._is_among_ranks = False
 
-    def twin(self, passes: Sequence[Pass], **changes: Any) -> Session:
+    def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
         found = Session(replace(self.config, **changes), self.model, self.plan)
         found.passes, found.plan_was_given = passes, self.plan_was_given
