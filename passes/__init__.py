@@ -21,6 +21,7 @@ from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.mark_recomputation import mark_recomputation
+from gact_fx.passes.merge_coefficients import merge_coefficients
 from gact_fx.passes.partition import partition
 from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),
     Pass("partition", partition, gives="pair"),
     Pass("recompute_attention", recompute_attention, edits=BACKWARD),
+    Pass("merge_coefficients", merge_coefficients, edits=BACKWARD),
     Pass("expose_decisions", expose_decisions, edits=BACKWARD),
     Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),

@@ -16,7 +16,7 @@ from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep,
 from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
-from gact_fx.passes.find_substitutes import Substitutes, find_substitutes
+from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
 from gact_fx.records import SavedTensor
@@ -68,9 +68,10 @@ class _Decisions:
             _refuse_shared(saved, self._reasons)
             exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
-            masks = find_masks(pair, lossy)
+            whole = find_coefficients(pair, lossy)
+            masks = find_masks(pair, lossy, whole)
             substitutes = find_substitutes(
-                pair, lossy & masks.values, frozenset(masks.hosts), trust_unknown=trust_unknown
+                pair, lossy & masks.values, frozenset(masks.hosts), whole, trust_unknown=trust_unknown
             )
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.

@@ -9,7 +9,7 @@ Where no such end exists and the chain is unbounded, or ends in an operator of w
 refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -71,9 +71,16 @@ class Substitutes:
 
 
 def find_substitutes(
-    pair: GraphPair, lossy: frozenset[str], masks: frozenset[str], *, trust_unknown: bool = False
+    pair: GraphPair,
+    lossy: frozenset[str],
+    masks: frozenset[str],
+    whole: Mapping[str, str],
+    *,
+    trust_unknown: bool = False,
 ) -> Substitutes:
     """Substitutes for the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact.
+
+    ``whole`` has those that `find_coefficients` has found already.
 
     ``trust_unknown``: take operators that gact_fx does not know for smooth and bounded.
     """
@@ -81,11 +88,12 @@ def find_substitutes(
     refused: dict[str, str] = {}
     curved: set[str] = set()
     region = _Region(derivable_nodes(pair), masks)
+    nodes = {node.name: node for node in pair.backward.graph.nodes}
     for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
         name = placeholder.name
         if name not in lossy:
             continue
-        end = region.last_dominator(placeholder)
+        end = nodes[whole[name]] if name in whole else region.last_dominator(placeholder)
         culprit = next(region.unbounded(end), None)
         unknown = None if trust_unknown else region.unknown(end)
         if culprit is not None:
@@ -104,6 +112,16 @@ def bends_without_bound(start: fx.Node, end: fx.Node) -> bool:
     between = ancestors([end], lambda node: node is start) - {start}
     read = (_argument(node, position) for node in between for position in _UNBOUNDED.get(packet_of(node), ()))
     return any(isinstance(argument, fx.Node) for argument in read)
+
+
+def find_coefficients(pair: GraphPair, lossy: frozenset[str]) -> dict[str, str]:
+    """Saved tensor → the backward node that all of it passes through, decisions included, as numbers of its own.
+
+    Stored in the tensor's place, it needs no masks beside it.
+    """
+    region = _Region(derivable_nodes(pair), frozenset())
+    ends = {p: region.last_dominator(p) for p in pair.backward.graph.find_nodes(op="placeholder") if p.name in lossy}
+    return {p.name: end.name for p, end in ends.items() if end is not p and region.is_of_numbers(p, end)}
 
 
 class _Region:
@@ -128,6 +146,16 @@ class _Region:
             if fits and not self._escapes(self._closure(placeholder, end=node), node):
                 return placeholder if behind(node, _VIEWS) is placeholder else node
         return placeholder
+
+    def is_of_numbers(self, start: fx.Node, end: fx.Node) -> bool:
+        """Whether floating-point nodes alone lead from ``start`` to ``end``, too."""
+        found = {start}
+        for node in sorted(self._closure(start)):
+            value = node.meta.get("val")
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if is_float and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return end in found
 
     def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
         """Operators that a small error in ``start`` may make unbounded."""
