@@ -21,13 +21,16 @@ class TensorPlan:
 
     ``sensitivity`` is GACT's c_l, in units of squared gradient: stochastic rounding in groups of 256 adds
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
-    ``merged``: the codes tell one of the tensor's masks as well.
+    ``merged``: the codes tell one of the tensor's masks as well. ``stored``: they are codes of its "values", of its
+    values "bare" of the masks that backward can take from them again, or of the "coefficients" that backward makes of
+    them.
     """
 
     key: str
     code: Code | None
     sensitivity: float | None = None
     merged: bool = False
+    stored: str = "values"
 
     def __post_init__(self) -> None:
         if self.code is not None:
@@ -41,13 +44,16 @@ class TensorPlan:
     def to_data(self) -> dict[str, Any]:
         """The entry as it is saved."""
         code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
-        return {"key": self.key, **code, "sensitivity": self.sensitivity, "merged": self.merged}
+        return {
+            "key": self.key, **code, "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored
+        }  # fmt: skip
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
         code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
-        return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], data["merged"])
+        stored = data["merged"], data.get("stored", "values")
+        return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,10 @@ class Plan:
         best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
         return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
 
-    def choices(self) -> dict[tuple[str, str], tuple[Code | None, bool]]:
-        """Codes, their seeds aside, and whether a mask is merged, by graph and tensor."""
+    def choices(self) -> dict[tuple[str, str], tuple[Code | None, bool, str]]:
+        """Codes, their seeds aside, and what they are of, by graph and tensor."""
         return {
-            (g.fingerprint, t.key): (None if t.code is None else replace(t.code, seed=0), t.merged)
+            (g.fingerprint, t.key): (None if t.code is None else replace(t.code, seed=0), t.merged, t.stored)
             for g in self.graphs
             for t in g.tensors
         }
@@ -111,6 +117,8 @@ class Plan:
                 if tensor.code is None:
                     continue
                 found = sensitivities.get(graph.fingerprint, {}).get(tensor.key)
+                if tensor.stored != "values" and found is not None:
+                    found = found.others.get(tensor.stored)
                 variance = None if found is None else found.variance(tensor.code, merged=tensor.merged)
                 if variance is None:
                     return None

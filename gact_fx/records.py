@@ -70,29 +70,43 @@ class Sensitivity:
     """What rounding one saved tensor does to the gradient, in units of squared gradient.
 
     ``value`` is GACT's c_l: the variance that stochastic rounding at 4 bits in groups of 256 adds, over S(4).
-    ``variances`` has the variance that each code (seed 0) adds, ``merged`` the same for codes that tell a mask as well
-    (empty where they cannot, or nothing is known of what they would do to the elements that it stops).
+    ``variances`` has what each code (seed 0) adds, ``merged`` the same for codes that tell a mask as well (empty where
+    they cannot, or nothing is known of what they would do to the elements that it stops); infinite where something
+    would not be finite. ``squared_biases`` has the part of it that is bias, where backward bends; ``others``
+    has, by their names, what other ways of storing it would add there.
     """
 
     value: float
     variances: Mapping[Code, float]
     merged: Mapping[Code, float] = field(default_factory=dict)
+    squared_biases: Mapping[Code, float] = field(default_factory=dict)
+    others: "Mapping[str, Sensitivity]" = field(default_factory=dict)
 
     def variance(self, code: Code, *, merged: bool = False) -> float | None:
         """What ``code`` adds, whatever its seed; None where that was not measured.
 
         Rounding to nearest is for debugging, and counts as if it were stochastic.
         """
-        kind = "dither" if code.rounding == "dither" else "stochastic"
-        return (self.merged if merged else self.variances).get(Code(code.bits, kind, code.group_size))
+        return (self.merged if merged else self.variances).get(_measured(code))
+
+    def squared_bias(self, code: Code) -> float:
+        """What of the variance of ``code`` is bias."""
+        return self.squared_biases.get(_measured(code), 0.0)
 
     @classmethod
     def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
         """The mean over sample batches."""
         count = len(several)
+        others = [name for name in several[0].others if all(name in s.others for s in several)]
         merged = [code for code in several[0].merged if all(code in s.merged for s in several)]
         return cls(
             sum(s.value for s in several) / count,
             {code: sum(s.variances[code] for s in several) / count for code in several[0].variances},
             {code: sum(s.merged[code] for s in several) / count for code in merged},
+            {code: sum(s.squared_bias(code) for s in several) / count for code in several[0].squared_biases},
+            {name: cls.mean([s.others[name] for s in several]) for name in others},
         )
+
+
+def _measured(code: Code) -> Code:
+    return Code(code.bits, "dither" if code.rounding == "dither" else "stochastic", code.group_size)

@@ -1,7 +1,8 @@
 """Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,19 +13,23 @@ from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
-from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
-from gact_fx.passes.find_masks import MaskAnalysis, find_masks, values_read
+from gact_fx.passes.encodings import Alias, Coefficients, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
+from gact_fx.passes.find_bends import bends, dependents_within, straight_bases
+from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
+from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that follow from it take as much memory as it does"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6
+# Coefficients beyond so many times a tensor's elements are not stored in its place.
+MOST_COEFFICIENTS = 4
 _PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -51,6 +56,7 @@ class _Decisions:
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
         self._mask_numel = _mask_numel(self._masks, self._nodes)
+        self._derivable = derivable_nodes(pair)
         self.aliases = _aliases(saved, self._reasons, self._masks)
         instead = self._substitutes.instead.values()
         self.read = values_read(pair, frozenset({*self._masks.hosts, *instead}))
@@ -106,17 +112,43 @@ class _Decisions:
         if name not in self._masks.values:
             return Mask(name, "backward only compares it", order, own, mask_numel)
         min_bits = CURVED_BITS if name in self._substitutes.curved else 1
+        options: dict[str, Any] = {
+            "min_bits": min_bits,
+            "exact_allowed": self._masks.sole.issuperset(own),
+            **self._bends(tensor, self._nodes[instead or name], own),
+        }
         if not instead:
-            return Quantize(name, "", order, own, mask_numel, min_bits=min_bits)
+            return Quantize(name, "", order, own, mask_numel, **options)
         self._taken.add(instead)
         node = self._nodes[instead]
         order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in self._reordered)
         reason = f"stored as what backward makes of it ({node.target})"
-        return Quantize(name, reason, order, own, mask_numel, instead=instead, min_bits=min_bits)
+        return Quantize(name, reason, order, own, mask_numel, instead=instead, **options)
+
+    def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
+        """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""
+        # What is stored for another tensor's sake has no error of this one.
+        given = {*self._masks.hosts, *self._substitutes.instead.values()}
+        chain = dependents_within(stored, self._derivable, given)
+        read = tuple(mask for mask in masks if not chain.issuperset(self._nodes[mask].users))
+        # Attention that is computed again has a width of its own.
+        is_straight = len(read) == len(masks) and not bends(chain, stored, (ATTENTION,))
+        if is_straight or tensor.name in self.aliases.values():
+            return {}
+        ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
+        numel = sum(hint(node.meta["val"].numel()) for node in ends)
+        dtype = stored.meta["val"].dtype
+        fits = not tensor.dynamic and all(node.meta["val"].dtype == dtype for node in ends)
+        names = tuple(node.name for node in ends) if fits and numel <= MOST_COEFFICIENTS * tensor.numel else ()
+        mask_numel = sum(hint(self._nodes[mask].meta["val"].numel()) for mask in read)
+        retaken = set(masks) - set(read)
+        within = {node.name for node in dependents_within(stored, self._derivable)}
+        retakes = bool(retaken) and retaken <= within & self._masks.sole
+        return {"bends": True, "coefficients": Coefficients(names, numel, read, mask_numel, retakes)}
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""
-        if not isinstance(how, Quantize):
+        if not isinstance(how, Quantize) or how.bends:
             return how
         value = self._values[how.name]
         return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))

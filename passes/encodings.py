@@ -15,7 +15,7 @@ from gact_fx.codec.layout import BFLOAT16_BITS, integers_nbytes
 from gact_fx.graphs.aot import SavedValue
 from gact_fx.passes.forward_editor import ForwardEditor
 from gact_fx.passes.merge_masks import mark_stopped
-from gact_fx.passes.reads import InsteadRead, MaskRead, MergedRead, Read, ValueRead
+from gact_fx.passes.reads import CoefficientsRead, InsteadRead, MaskRead, MergedRead, Read, ValueRead
 from gact_fx.passes.standardize import resolve, standardize
 from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor, Standardization
@@ -138,13 +138,31 @@ class Mask(Encoding):
 
 
 @dataclass(frozen=True)
+class Coefficients:
+    """What backward makes of a tensor up to where it meets tangents: these backward nodes, ``numel`` elements in all.
+
+    Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
+    are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
+    masks from its values again.
+    """
+
+    nodes: tuple[str, ...]
+    numel: int
+    masks: tuple[str, ...]
+    mask_numel: int
+    retakes: bool
+
+
+@dataclass(frozen=True)
 class Quantize(Encoding):
     """Codes of a width that the plan chooses.
 
     ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
     codes themselves can tell, if the plan says so. ``instead`` names a backward node, as large as the tensor, that is
-    stored in its place. ``min_bits`` is the least width at which the error stays in proportion.
+    stored in its place. ``min_bits`` is the least width at which the error stays in proportion. ``bends``: backward is
+    not affine in it, and ``coefficients`` what may be stored instead, in which it is. ``exact_allowed``: the plan may
+    keep it exact, since its masks then follow from it alone.
     """
 
     order: tuple[int, ...]
@@ -154,12 +172,10 @@ class Quantize(Encoding):
     instead: str = ""
     standardization: Standardization | None = None
     min_bits: int = 1
+    bends: bool = False
+    exact_allowed: bool = True
+    coefficients: Coefficients | None = None
     label = "quantize"
-
-    @property
-    def exact_allowed(self) -> bool:
-        """Whether the plan may keep it exact; not where its masks travel in its blob."""
-        return not self.masks
 
     @property
     def merges_losslessly(self) -> bool:
@@ -172,11 +188,25 @@ class Quantize(Encoding):
         masks = tuple(mask for mask in self.masks if mask != self.merges)
         return replace(self, masks=masks, standardization=None if by is None else replace(by, sign=""))
 
+    def other_ways(self) -> tuple[str, ...]:
+        """What a plan may store beside "values" (`TensorPlan`)."""
+        if self.coefficients is None:
+            return ()
+        offered = {"bare": self.coefficients.retakes, "coefficients": bool(self.coefficients.nodes)}
+        return tuple(way for way, is_offered in offered.items() if is_offered)
+
+    def bare(self) -> "Quantize":
+        """The same without the masks that backward can take from the values again."""
+        assert self.coefficients is not None
+        masks, by = self.coefficients.masks, self.standardization
+        by = None if by is None else replace(by, sign=by.sign if by.sign in masks else "")
+        return replace(self, masks=masks, mask_numel=self.coefficients.mask_numel, standardization=by)
+
     def admits(self, tensor: SavedTensor, entry: TensorPlan) -> bool:
         """Whether a decision made for another graph can be kept to for ``tensor``."""
         if entry.code is None:
             return self.exact_allowed
-        if entry.merged and not self.merges:
+        if (entry.merged and not self.merges) or entry.stored not in ("values", *self.other_ways()):
             return False
         can_be_coded = entry.code.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
         return entry.code.bits >= self.min_bits and can_be_coded
@@ -185,6 +215,10 @@ class Quantize(Encoding):
         assert tensor.dtype is not None and entry is not None
         if entry.code is None:
             return tensor.nbytes if self.instead else None
+        if entry.stored != "values":
+            assert self.coefficients is not None
+            numel = self.coefficients.numel if entry.stored == "coefficients" else tensor.numel
+            return entry.code.nbytes(numel, tensor.dtype, self.coefficients.mask_numel)
         masks = self.mask_numel - (tensor.numel if entry.merged else 0)
         return entry.code.nbytes(tensor.numel, tensor.dtype, masks)
 
@@ -193,6 +227,10 @@ class Quantize(Encoding):
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         assert entry is not None
+        if entry.code is not None and entry.stored == "coefficients":
+            return self._write_coefficients(value, entry.code, forward)
+        if entry.code is not None and entry.stored == "bare":
+            return self.bare()._write_codes(value, entry.code, False, forward)
         if entry.code is not None:
             return self._write_codes(value, entry.code, entry.merged, forward)
         if not self.instead:
@@ -201,6 +239,15 @@ class Quantize(Encoding):
         read = forward.backward[self.instead]
         forward.save(value, forward.derive(read))
         return (InsteadRead(read, value.placeholder),)
+
+    def _write_coefficients(self, value: SavedValue, code: Code, forward: ForwardEditor) -> tuple[Read, ...]:
+        assert self.coefficients is not None
+        mask = forward.packed_masks(self.name, self.coefficients.masks, self.order)
+        nodes = tuple(forward.backward[name] for name in self.coefficients.nodes)
+        like = tuple(node.meta["val"] for node in nodes)
+        joined = forward.joined([forward.derive(node) for node in nodes])
+        forward.save(value, forward.compress(joined, code, value.name, mask))
+        return MaskRead(value, self.coefficients.masks, self.order), CoefficientsRead(value, nodes, like, code)
 
     def _write_codes(self, value: SavedValue, code: Code, is_merged: bool, forward: ForwardEditor) -> tuple[Read, ...]:
         how = self.without_merged() if is_merged else self

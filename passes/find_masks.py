@@ -49,11 +49,13 @@ _KNOWN_OPERATORS = frozenset(
 class MaskAnalysis:
     """``hosts``: mask node of backward → the saved tensor in whose blob it travels. ``refused``: saved tensor → why
     backward needs it exactly. ``values``: saved tensors of which backward still reads values once the masks are exact.
+    ``sole``: the masks that follow from their host alone.
     """
 
     hosts: dict[str, str]
     refused: dict[str, str]
     values: frozenset[str]
+    sole: frozenset[str]
 
 
 def find_masks(
@@ -70,9 +72,9 @@ def find_masks(
     refused: dict[str, str] = {}
     while True:
         stored = {node: name for name, node in instead.items() if name not in refused}
-        hosts, more = _walk(pair, lossy - refused.keys(), stored)
+        hosts, sole, more = _walk(pair, lossy - refused.keys(), stored)
         if not more:
-            return MaskAnalysis(hosts, refused, values_read(pair, frozenset(hosts)))
+            return MaskAnalysis(hosts, refused, values_read(pair, frozenset(hosts)), sole)
         refused.update(more)
 
 
@@ -88,7 +90,9 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
     return frozenset(derivable)
 
 
-def _walk(pair: GraphPair, lossy: frozenset[str], stored: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _walk(
+    pair: GraphPair, lossy: frozenset[str], stored: Mapping[str, str]
+) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
     """``stored``: backward nodes that are stored → the saved tensors in whose place."""
     outputs = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
     needed = ancestors(outputs, lambda node: node.name in stored)
@@ -114,7 +118,7 @@ def _walk(pair: GraphPair, lossy: frozenset[str], stored: Mapping[str, str]) -> 
             read = frozenset().union(*(sources[i] for i in _decisive_inputs(node)))
             refused.update({name: f"backward decides by it ({node.target})" for name in read})
     if refused:
-        return {}, refused
+        return {}, frozenset(), refused
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
     boolean = set(decisions)
     known: set[fx.Node] = set()
@@ -126,7 +130,7 @@ def _walk(pair: GraphPair, lossy: frozenset[str], stored: Mapping[str, str]) -> 
             known.add(node)
             tensors = [placeholders[name] for name in sources[node]]
             hosts[node.name] = _choose_host(node, tensors, Counter(hosts.values()))
-    return hosts, {}
+    return hosts, frozenset(node.name for node in known if len(sources[node]) == 1), {}
 
 
 def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str, int]) -> str:

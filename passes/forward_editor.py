@@ -67,8 +67,12 @@ class ForwardEditor:
         found = [self.as_bytes(self.derive(self.backward[name]), order) for name in masks]
         if len(found) <= 1:
             return found[0] if found else None
-        flat = [self.add(aten.reshape.default, (mask, [-1]), f"{mask.name}_flat") for mask in found]
-        return self.add(aten.cat.default, (flat,), f"{slot}_masks")
+        return self.joined(found)
+
+    def joined(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """The elements of ``nodes``, each row by row, one behind the other."""
+        flat = [self.add(aten.reshape.default, (node, [-1]), f"{node.name}_flat") for node in nodes]
+        return flat[0] if len(flat) == 1 else self.add(aten.cat.default, (flat,), f"{nodes[0].name}_joined")
 
     def in_order(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """``node`` with its dimensions in memory order (a view)."""

@@ -1,7 +1,9 @@
 """Have backward read values from blobs, right before their first use."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -12,8 +14,10 @@ from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.load_blob import decompress, load_blob, replace_reads
 from gact_fx.passes.merge_masks import fill_stopped
 from gact_fx.passes.pipeline import Context
-from gact_fx.passes.reads import InsteadRead, ValueRead
+from gact_fx.passes.reads import CoefficientsRead, InsteadRead, ValueRead
 from gact_fx.passes.standardize import resolve, unstandardize
+
+aten = torch.ops.aten
 
 
 def read_values(pair: GraphPair, context: Context) -> None:
@@ -25,6 +29,22 @@ def read_values(pair: GraphPair, context: Context) -> None:
             replace_reads(read.read, read.placeholder, set())
         elif isinstance(read, ValueRead):
             _load_values(read, sizes, nodes)
+        elif isinstance(read, CoefficientsRead):
+            _load_coefficients(read, sizes)
+
+
+def _load_coefficients(read: CoefficientsRead, sizes: SizeBuilder) -> None:
+    graph, value = read.value.placeholder.graph, read.value
+    shapes = [like.shape for like in read.like]
+    ends = list(accumulate(math.prod(shape) for shape in shapes))
+    with graph.inserting_before(min(u for node in read.nodes for u in node.users if u.target is not decompress)):
+        flat, _ = load_blob(sizes, value, [ends[-1]], read.like[0].dtype, read.code, [0])
+        parts = []
+        for start, end, shape in zip([0, *ends], ends, shapes, strict=False):
+            part = add_call(graph, aten.slice.Tensor, (flat, 0, *sizes.build([start, end])), f"{value.name}_part")
+            parts.append(add_call(graph, aten.reshape.default, (part, sizes.build(shape)), f"{value.name}_coefficient"))
+    for node, part in zip(read.nodes, parts, strict=True):
+        replace_reads(node, part, {flat})
 
 
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
@@ -45,7 +65,7 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
         for alias, view in read.aliases:
             offset = view.storage_offset() - like.storage_offset()
             arguments = (dense, list(view.shape), list(view.stride()), offset)
-            views.append(add_call(graph, torch.ops.aten.as_strided.default, arguments, f"{alias.name}_view"))
+            views.append(add_call(graph, aten.as_strided.default, arguments, f"{alias.name}_view"))
     replace_reads(read.read, values, {dense, values})
     for (alias, _), node in zip(read.aliases, views, strict=True):
         replace_reads(alias.placeholder, node, set())

@@ -61,4 +61,16 @@ class InsteadRead:
     placeholder: fx.Node
 
 
-Read = MaskRead | MergedRead | ValueRead | InsteadRead
+@dataclass(frozen=True)
+class CoefficientsRead:
+    """The backward nodes whose values lie one behind the other, row by row, in the blob of ``value``; they are ``like``
+    these.
+    """
+
+    value: SavedValue
+    nodes: tuple[fx.Node, ...]
+    like: tuple[torch.Tensor, ...]
+    code: Code
+
+
+Read = MaskRead | MergedRead | ValueRead | InsteadRead | CoefficientsRead

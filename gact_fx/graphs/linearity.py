@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gact_fx.graphs.operators import name_of
 
 _COUNT = 64
+# Of these so many must be finite to say something.
+_FEWEST = 8
 # Of a result's own precision.
 _TOLERANCE = 64
 # They work element by element, but PyTorch does not say so.
@@ -55,8 +57,10 @@ def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, 
             return False
         precision = _TOLERANCE * torch.finfo(c.dtype).eps
         a, b, c = a.double() * factors[0], b.double() * factors[1], c.double()
+        # Where an operator is not defined it says nothing.
+        is_finite = a.isfinite() & b.isfinite() & c.isfinite()
         is_close: torch.Tensor = (a + b - c).abs() <= precision * (a.abs() + b.abs() + c.abs())
-        return bool(is_close.all())
+        return int(is_finite.sum()) >= _FEWEST and bool(is_close[is_finite].all())
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -1,7 +1,8 @@
 """Runs a backward graph again and again, with some of its values given."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -33,13 +34,14 @@ class Replay:
             last = max(node.users) if node.users else node
             self._dies.setdefault(last, []).append(node)
 
-    def evaluate(self, names: set[str]) -> dict[str, Any]:
+    def evaluate(self, names: Collection[str], given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """The values of the named nodes on the recorded inputs, computing only what they need."""
-        needed = ancestors(node for node in self._nodes if node.name in names)
+        wanted = (node for node in self._nodes if node.name in names)
+        needed = ancestors(wanted, lambda node: node.name in given)
         env: dict[fx.Node, Any] = {}
         for node in self._nodes:
             if node in needed:
-                self._read(node, env, {})
+                self._read(node, env, given)
         return {node.name: env[node] for node in needed if node.name in names}
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:

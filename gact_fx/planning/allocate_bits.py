@@ -24,12 +24,13 @@ ROUNDING_ERROR = 1e-12
 @dataclass(frozen=True)
 class Choice:
     """One way to store a tensor: its code (None: kept exact), the bytes that it costs, the variance that it adds to the
-    gradient, and whether the codes tell a mask as well."""
+    gradient, whether the codes tell a mask as well, and what they are codes of (`TensorPlan`)."""
 
     code: Code | None
     nbytes: int
     variance: float
     merged: bool = False
+    stored: str = "values"
 
     @property
     def bits(self) -> int | None:

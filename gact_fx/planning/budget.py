@@ -50,7 +50,7 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         value = None if item.sensitivity is None else item.sensitivity.value
         seed = tensor_seed(config.seed, graph.fingerprint, tensor.key)
         code = None if choice.code is None else replace(choice.code, seed=seed)
-        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged))
+        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged, choice.stored))
     has_other_budget = config.budget_bytes is not None or config.max_gradient_noise is not None
     plan = Plan(
         budget_bits=None if has_other_budget else config.budget_bits,
@@ -107,8 +107,13 @@ def _choose(
 
 
 def _fixed(menu: Menu, bits: int) -> Choice:
-    """The least width of at least ``bits`` in groups of the default size; exact codes and merged ones do not count."""
+    """The least width of at least ``bits`` in groups of the default size; merged codes do not count.
+
+    Where backward bends, of the tensor's coefficients; exact where there is no code.
+    """
     coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
+    if not coded:
+        return menu[-1]
     ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]
     return coded[ranks.index(min(ranks))][1]
 

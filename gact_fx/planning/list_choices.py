@@ -1,17 +1,21 @@
 """List the ways in which each saved tensor may be stored, with bytes and variance: the menus of `allocate_bits`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.encodings import Quantize
+from gact_fx.plan import TensorPlan
 from gact_fx.planning.allocate_bits import Choice, Menu
 from gact_fx.records import SavedTensor, Sensitivity
 
 # Least sensitivity per element, relative to the median. What moves little when it is measured, most of all at
 # initialisation, may move much later: sensitivities of attention inputs were seen to grow a thousandfold in 200 steps.
 FLOOR = 1e-2
+# What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
+BIAS_WEIGHT = 10.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ def list_choices(items: Sequence[Item], *, roundings: Sequence[str], group_sizes
 
     What was not measured is taken for as sensitive per element as the mean.
     """
-    known = sorted(i.sensitivity.value / i.tensor.numel for i in items if _is_finite(i.sensitivity) and i.sensitivity)
+    values = [i.sensitivity.value / i.tensor.numel for i in items if i.sensitivity and _is_known(i.sensitivity)]
+    known = sorted(value for value in values if value < math.inf)
     mean = sum(known) / len(known) if known and sum(known) > 0 else 1.0
     floor = FLOOR * (known[len(known) // 2] if known else mean) or FLOOR * mean
     codes = _codes(roundings, group_sizes)
@@ -38,11 +43,13 @@ def list_choices(items: Sequence[Item], *, roundings: Sequence[str], group_sizes
 def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     tensor, how = item.tensor, item.how
     assert tensor.dtype is not None
-    measured = item.sensitivity if _is_finite(item.sensitivity) else None
+    measured = item.sensitivity if _is_known(item.sensitivity) else None
     sensitivity = tensor.numel * max(mean if measured is None else measured.value / tensor.numel, floor)
-    choices = []
+    codes = [code for code in codes if code.bits != BFLOAT16_BITS or tensor.dtype.itemsize == 4]
+    choices = _other_ways(item, sensitivity, codes)
     for code in codes:
-        if code.bits < how.min_bits or (code.bits == BFLOAT16_BITS and tensor.dtype.itemsize != 4):
+        # Where backward bends, nothing but a measurement tells what rounding does.
+        if code.bits < how.min_bits or (how.bends and (measured is None or not measured.squared_biases)):
             continue
         nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel)
         variance = _measured_variance(code, measured, sensitivity)
@@ -58,6 +65,28 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.exact_allowed:
         choices.append(Choice(None, tensor.nbytes if how.instead else tensor.storage_nbytes, 0.0))
+    # What cannot be exact gets the widest code, whatever that does.
+    widest = Code(WIDTHS[-1])
+    forced = Choice(widest, widest.nbytes(tensor.numel, tensor.dtype, how.mask_numel), 0.0)
+    return [choice for choice in choices if choice.variance < math.inf] or [forced]
+
+
+def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
+    """The choices where backward bends, beside the tensor's values with all masks; ``sensitivity`` is the tensor's.
+
+    Codes of coefficients are sound, and need no measurement.
+    """
+    tensor, how = item.tensor, item.how
+    assert tensor.dtype is not None
+    choices = []
+    for stored in how.other_ways():
+        measured = item.sensitivity.others.get(stored) if item.sensitivity is not None else None
+        measured = measured if _is_known(measured) else None
+        for code in codes if measured is not None or stored == "coefficients" else ():
+            variance = _measured_variance(code, measured, measured.value if measured is not None else 0.0)
+            variance = sensitivity * relative_variance(code) if variance is None else variance
+            entry = TensorPlan(tensor.key, code, stored=stored)
+            choices.append(Choice(code, how.nbytes(tensor, entry) or 0, variance, stored=stored))
     return choices
 
 
@@ -79,10 +108,14 @@ def _measured_variance(
     if measured is None or measured.value <= 0:
         return None
     known = measured.variance(code, merged=merged)
-    return None if known is None else known * max(sensitivity / measured.value, 1.0)
+    if known is None:
+        return None
+    bias = 0.0 if merged else (BIAS_WEIGHT - 1) * measured.squared_bias(code)
+    return (known + bias) * (max(sensitivity / measured.value, 1.0) if measured.value < math.inf else 1.0)
 
 
-def _is_finite(sensitivity: Sensitivity | None) -> bool:
+def _is_known(sensitivity: Sensitivity | None) -> bool:
+    """Whether it says something: what overflowed everywhere does not, but where backward bends, which is measured."""
     if sensitivity is None:
         return False
-    return all(v < float("inf") for v in (sensitivity.value, *sensitivity.variances.values()))
+    return bool(sensitivity.squared_biases) or all(v < math.inf for v in sensitivity.variances.values())

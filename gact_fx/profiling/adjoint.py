@@ -1,6 +1,7 @@
 """The derivative of one graph's backward pass with respect to what was saved, in little memory."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
+from gact_fx.graphs.edit import dependents
 from gact_fx.plan import tensor_seed
+from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
 from gact_fx.profiling.cut_backward import Segment, cut_backward
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -64,6 +67,7 @@ class Adjoint:
         self._shared = shared
         self.opaque: set[Place] = set()
         self.meters: dict[str, RoundingMeter] = {}
+        self.bent: dict[str, Bent] = {}
         self._sources = sources
         self._arriving = arriving
         self._signs = signs
@@ -78,6 +82,10 @@ class Adjoint:
             placeholder: value.detach() if isinstance(value, torch.Tensor) else value
             for placeholder, value in zip(placeholders, step.arguments, strict=True)
         }
+        self._coefficients = CoefficientMeter(step)
+        self._wanted = {node for nodes in self._coefficients.of.values() for node in nodes}
+        self._tangible = dependents(step.backward.graph, lambda node: node.name in step.pair.tangents())
+        self._coefficient_slopes: dict[fx.Node, Slopes] = {}
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
         # Blobs are decompressed wherever a segment reads them.
@@ -139,13 +147,14 @@ class Adjoint:
     def _replay(self, segment: Segment, ends: list[fx.Node], *, doubtful: bool = False) -> None:
         values = {node: self._load(node) for node in _inputs(segment)}
         inputs: dict[fx.Node, GradientEdge] = {}
+        taken: dict[fx.Node, torch.Tensor] = {}
         with torch.enable_grad():
             for node, value in values.items():
                 if self._sources[node] and has_derivative(value):
                     values[node] = _begin(value)
                     inputs[node] = get_gradient_edge(values[node])
             with compressed_saved_tensors():
-                self._run(segment, values, ends, doubtful)
+                self._run(segment, values, ends, doubtful, taken)
         # Autograd holds those values that it needs; edges of its graph hold none.
         returned = {node: values[node] for node in ends if node in self._positions}
         outputs = {
@@ -154,6 +163,8 @@ class Adjoint:
             if isinstance(values[node], torch.Tensor) and values[node].requires_grad
         }
         values.clear()
+        coefficients = {node: get_gradient_edge(value) for node, value in taken.items()}
+        taken.clear()
         ahead = {node: self._slopes.pop(node) for node in ends if node in self._slopes}
         for probe in self._probes if outputs else ():
             slopes = []
@@ -165,7 +176,11 @@ class Adjoint:
             is_last = probe == self._probes[-1]
             try:
                 found = torch.autograd.grad(
-                    list(outputs.values()), list(inputs.values()), slopes, retain_graph=not is_last, allow_unused=True
+                    list(outputs.values()),
+                    [*inputs.values(), *coefficients.values()],
+                    slopes,
+                    retain_graph=not is_last,
+                    allow_unused=True,
                 )
             except RuntimeError:
                 if doubtful or probe:
@@ -175,16 +190,12 @@ class Adjoint:
                 return self._replay(segment, ends, doubtful=True)
             for spent in ahead.values():
                 del spent[0]
-            for node, slope in zip(inputs, found, strict=True):
+            for node, slope in zip(inputs, found, strict=False):
                 if slope is not None:
-                    self._add(node, probe, slope)
-
-    def _add(self, node: fx.Node, probe: int, slope: torch.Tensor) -> None:
-        found = self._slopes.setdefault(node, [])
-        if probe < len(found):
-            found[probe] = found[probe] + slope
-        else:
-            found.append(slope)
+                    _add(self._slopes, node, probe, slope)
+            for node, slope in zip(coefficients, found[len(inputs) :], strict=True):
+                if slope is not None:
+                    _add(self._coefficient_slopes, node, probe, slope)
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
         """The derivative of v^T gradient with respect to an output."""
@@ -206,6 +217,8 @@ class Adjoint:
             stopped = self._find_stopped(node.name, values)
             self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
             slopes = self._slopes.pop(node, [])
+            if node in self._coefficients.of:
+                self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes)
             if name in self._shared:
                 self._shared[name].add(meter, stopped, slopes)
             else:
@@ -222,9 +235,17 @@ class Adjoint:
         return kept.unpack() if isinstance(kept, Packed) else kept
 
     def _run(
-        self, nodes: Sequence[fx.Node], values: dict[fx.Node, Any], wanted: Collection[fx.Node], doubtful: bool = False
+        self,
+        nodes: Sequence[fx.Node],
+        values: dict[fx.Node, Any],
+        wanted: Collection[fx.Node],
+        doubtful: bool = False,
+        taken: dict[fx.Node, torch.Tensor] | None = None,
     ) -> None:
-        """Compute ``nodes`` into ``values``, dropping after its last use whatever is not ``wanted``."""
+        """Compute ``nodes`` into ``values``, dropping after its last use whatever is not ``wanted``.
+
+        ``taken`` gets the coefficients as what depends on tangents reads them.
+        """
         dies: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set(wanted)
         for node in reversed(nodes):
@@ -235,12 +256,29 @@ class Adjoint:
             for i in node.all_input_nodes:
                 if i not in values:
                     values[i] = self._load(i)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            read: Callable[[fx.Node], Any] = values.__getitem__
+            if taken is not None and node in self._tangible:
+                read = partial(self._take, values, taken)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), read)
             values[node], is_complete = self._interpreter.call(node, args, kwargs, doubtful=doubtful)
             if not is_complete:
                 self.opaque |= self._sources[node]
             for dead in dies[node]:
                 values.pop(dead, None)
+
+    def _take(self, values: Mapping[fx.Node, Any], taken: dict[fx.Node, torch.Tensor], node: fx.Node) -> Any:
+        value = values[node]
+        if node not in self._wanted or not value.requires_grad:
+            return value
+        return taken.setdefault(node, value.view_as(value))
+
+
+def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.Tensor) -> None:
+    found = total.setdefault(node, [])
+    if probe < len(found):
+        found[probe] = found[probe] + slope
+    else:
+        found.append(slope)
 
 
 class _Begin(torch.autograd.Function):

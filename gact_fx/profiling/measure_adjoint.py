@@ -14,6 +14,7 @@ incomplete.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +23,24 @@ from torch import fx
 from gact_fx.breaks.eager_vjp import EagerVJP
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.profiling.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.profiling.coefficient_meter import Bent
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter
 from gact_fx.profiling.tape import Place, Step
 
 
-def measure_adjoint(
-    steps: Sequence[Step], *, probes: int, seed: int = 0
-) -> list[tuple[dict[str, RoundingMeter], frozenset[str]]]:
-    """Per step: the meter of every compressed tensor, by name, and the names that need Algorithm 1.
+@dataclass(frozen=True)
+class Measured:
+    """Of one step, by name: the meters of all tensors, what codes of those add in which backward bends, and the
+    tensors that need Algorithm 1.
+    """
+
+    meters: dict[str, RoundingMeter]
+    bent: dict[str, Bent]
+    opaque: frozenset[str]
+
+
+def measure_adjoint(steps: Sequence[Step], *, probes: int, seed: int = 0) -> list[Measured]:
+    """Per step, what was measured of every compressed tensor.
 
     ``steps`` are the graphs of one training step in forward's order; ``probes`` is the number of random v.
     """
@@ -38,7 +49,7 @@ def measure_adjoint(
     opaque: set[Place] = set()
     flowing: dict[Place, Slopes] = {}
     leaves: dict[Any, Slopes] = {}
-    meters = []
+    done: list[Adjoint] = []
     shared = _same_codes(steps)
     # Gradients flow from late graphs to early ones, and their derivatives back.
     for index, step in enumerate(steps):
@@ -47,11 +58,14 @@ def measure_adjoint(
             arriving[position] = _arriving(detour, flowing, leaves, signs, probes)
         adjoint = Adjoint(step, sources[index], arriving, signs, probes, shared[index])
         flowing.update({(index, name): slopes for name, slopes in adjoint.run().items()})
-        meters.append(adjoint.meters)
+        done.append(adjoint)
         opaque |= adjoint.opaque
     for error in {error for errors in shared for error in errors.values()}:
         error.finish()
-    return [(found, frozenset(name for at, name in opaque if at == i)) for i, found in enumerate(meters)]
+    return [
+        Measured(a.meters, a.bent, frozenset(name for at, name in opaque if at == index))
+        for index, a in enumerate(done)
+    ]
 
 
 def _same_codes(steps: Sequence[Step]) -> list[dict[str, OneError]]:

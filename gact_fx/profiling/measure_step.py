@@ -7,7 +7,7 @@ import torch
 
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.graphs.replay import Replay
-from gact_fx.profiling.measure_adjoint import measure_adjoint
+from gact_fx.profiling.measure_adjoint import Measured, measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -24,23 +24,26 @@ def measure_step(
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(steps)):
         sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
         if config.sensitivity == "empirical":
-            adjoint = [(_equal_meters(step), frozenset(step.readings.values())) for step in steps]
+            adjoint = [Measured(_equal_meters(step), {}, frozenset(step.readings.values())) for step in steps]
         else:
             adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
-        slow = [names for _, names in adjoint]
+        slow = [measured.opaque for measured in adjoint]
         empirical: list[dict[str, float]] = [{} for _ in steps]
         if any(slow):
             # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
             draws = config.profile_draws if config.sensitivity == "empirical" else 1
             empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
         results = []
-        for (meters, opaque), measured in zip(adjoint, empirical, strict=True):
+        for measured, slopes in zip(adjoint, empirical, strict=True):
             found = {}
-            for name, meter in meters.items():
-                if name in opaque:
+            for name, meter in measured.meters.items():
+                is_opaque = name in measured.opaque
+                if is_opaque:
                     meter.weigh_equally()
-                found[name] = meter.result(sizes, measured.get(name, 0.0) if name in opaque else None)
-                progress(0 if name in opaque else 1)
+                found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
+                if name in measured.bent and not is_opaque:
+                    found[name] = measured.bent[name].result(found[name], sizes)
+                progress(0 if is_opaque else 1)
             results.append(found)
     return results
 

@@ -44,10 +44,16 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
-    """All that may be compressed at one width, for a step that is recorded."""
+    """All that may be compressed at one width, for a step that is recorded, but for tensors in which backward bends.
+
+    Nothing is known yet of what rounding does to these.
+    """
     key = graph_fingerprint(analysis.saved)
-    seeds = {t.key: tensor_seed(config.seed, f"profile {key}", t.key) for t, _ in analysis.quantized()}
-    return GraphPlan(key, tuple(TensorPlan(name, Code(PROFILE_BITS, seed=seed)) for name, seed in seeds.items()))
+    entries = []
+    for tensor, how in analysis.quantized():
+        code = Code(PROFILE_BITS, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
+        entries.append(TensorPlan(tensor.key, None if how.bends and how.exact_allowed else code))
+    return GraphPlan(key, tuple(entries))
 
 
 def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, must_fit: bool) -> GraphPlan:

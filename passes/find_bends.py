@@ -1,0 +1,63 @@
+"""Find the saved tensors in which backward bends: what it computes of them, up to its coefficients, is not affine.
+
+Backward is linear in its coefficients: the nodes that depend on saved values alone and meet a tangent. Where a
+coefficient is affine in a tensor, an error of the tensor moves the gradient in proportion. Elsewhere it may be biased,
+of any size, or not finite, and is measured at the coefficients themselves (`gact_fx.profiling.coefficient_meter`).
+"""
+
+from collections.abc import Collection, Container
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.linearity import is_affine, is_pointwise
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+
+aten = torch.ops.aten
+# They move or copy elements, and compute nothing.
+MOVES = frozenset(
+    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
+     aten.expand, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.as_strided, aten.alias, aten.detach,
+     aten.clone, aten.cat, aten.constant_pad_nd, aten.flip, aten.roll, aten.diagonal, aten.unfold, aten.index,
+     aten._unsafe_index, aten.gather, aten.index_select, aten.embedding}
+)  # fmt: skip
+
+
+def dependents_within(start: fx.Node, within: Collection[fx.Node], masks: Collection[str] = ()) -> set[fx.Node]:
+    """``start``, and the nodes of ``within`` that follow from it, but for ``masks``, which are stored exactly."""
+    seen, stack = {start}, [start]
+    while stack:
+        new = [user for user in stack.pop().users if user in within and user not in seen and user.name not in masks]
+        seen.update(new)
+        stack.extend(new)
+    return seen
+
+
+def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[object] = ()) -> bool:
+    """Whether any node of ``chain`` behind ``start`` is not affine in the others; ``straight`` are taken to be."""
+    behind = (node for node in chain if node is not start and node.target not in straight)
+    return not all(_is_straight(node, chain) for node in behind)
+
+
+def straight_bases(
+    chain: Collection[fx.Node], start: fx.Node, derivable: Collection[fx.Node], masks: Container[str]
+) -> list[fx.Node]:
+    """Nodes of ``chain`` that all coefficients in it follow from by affine operators: the coefficients themselves, or
+    what these came from, whichever has fewer elements. Decisions, the ``masks``, are not gone behind.
+    """
+    ends = [node for node in sorted(chain) if any(user not in derivable for user in node.users)]
+    bases: dict[fx.Node, set[fx.Node]] = {}
+    for node in sorted(chain):
+        inputs = [i for i in node.all_input_nodes if i in chain]
+        decides = any(i.name in masks for i in node.all_input_nodes)
+        goes_on = node is not start and not decides and _is_straight(node, chain)
+        bases[node] = set().union(*(bases[i] for i in inputs)) if goes_on else {node}
+    found = sorted(set().union(*(bases[node] for node in ends)))
+    return min(ends, found, key=lambda nodes: sum(hint(node.meta["val"].numel()) for node in nodes))
+
+
+def _is_straight(node: fx.Node, chain: Collection[fx.Node]) -> bool:
+    inputs = [i for i in node.all_input_nodes if i in chain]
+    is_getitem = packet_of(node) is None and len(node.all_input_nodes) == 1
+    return packet_of(node) in MOVES or is_getitem or (is_pointwise(node) and is_affine(node, inputs))
