@@ -16,14 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
-from gact_fx.graphs.operators import OpOverload
+from gact_fx.graphs.operators import OpOverload, packet_of
 from gact_fx.passes.encodings import GraphAnalysis, Quantize, fixed_nbytes
-from gact_fx.passes.find_substitutes import bends_without_bound
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
 
+aten = torch.ops.aten
 # Width at which the bytes of a cut are compared with the budget.
 USUAL_BITS = 4
+_POLES = frozenset(
+    {aten.exp, aten.exp2, aten.expm1, aten.log, aten.reciprocal, aten.rsqrt, aten._softmax, aten._log_softmax}
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
         # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
         if not isinstance(how, Quantize):
             continue
-        if how.instead and bends_without_bound(value.placeholder, backward[how.instead]):
+        if how.instead and _exponentiates(value.placeholder, backward[how.instead]):
             continue
         # What computes it from other saved values and inputs, these included.
         region = ancestors(value.source.all_input_nodes, sources.__contains__)
@@ -91,6 +94,12 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
             nbytes = math.ceil(tensor.numel * USUAL_BITS / 8)
             found.append(_Candidate(tensor.name, nbytes, sum(flops.values()), products, needs))
     return found
+
+
+def _exponentiates(start: fx.Node, end: fx.Node) -> bool:
+    """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
+    between = ancestors([end], lambda node: node is start) - {start}
+    return any(packet_of(node) in _POLES for node in between)
 
 
 def _flops(node: fx.Node) -> int:

@@ -15,6 +15,10 @@ from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 
 aten = torch.ops.aten
+# Linear in each of their arguments.
+PRODUCTS = frozenset(
+    {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.mv, aten.dot, aten.sum, aten.mean, aten.cumsum}
+)
 # They move or copy elements, and compute nothing.
 MOVES = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
@@ -60,4 +64,6 @@ def straight_bases(
 def _is_straight(node: fx.Node, chain: Collection[fx.Node]) -> bool:
     inputs = [i for i in node.all_input_nodes if i in chain]
     is_getitem = packet_of(node) is None and len(node.all_input_nodes) == 1
+    if packet_of(node) in PRODUCTS and len(inputs) == 1:
+        return [i for i in node.args if i is inputs[0]] == inputs
     return packet_of(node) in MOVES or is_getitem or (is_pointwise(node) and is_affine(node, inputs))

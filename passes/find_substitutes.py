@@ -11,15 +11,17 @@ refused.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import ancestors, behind
+from gact_fx.graphs.edit import behind
+from gact_fx.graphs.linearity import is_affine, is_pointwise
 from gact_fx.graphs.operators import packet_of
+from gact_fx.passes.find_bends import bends
 from gact_fx.passes.find_masks import derivable_nodes, is_known
+from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.passes.recompute_attention import recomputes
 
 aten = torch.ops.aten
@@ -28,11 +30,8 @@ _VIEWS = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
      aten.alias, aten.detach, aten.clone}
 )  # fmt: skip
-# Operator → the arguments, by position or keyword, through which a small error may become an unbounded one.
+# Backward formulas → the arguments, by position or keyword, in which they are not linear.
 _UNBOUNDED: dict[object, tuple[int | str, ...]] = {
-    aten.exp: (0,), aten.exp2: (0,), aten.expm1: (0,), aten.sinh: (0,), aten.cosh: (0,), aten.tan: (0,),
-    aten.log: (0,), aten.log2: (0,), aten.log10: (0,), aten.reciprocal: (0,), aten.rsqrt: (0,), aten.div: (1,),
-    aten._softmax: (0,), aten._log_softmax: (0,), aten._safe_softmax: (0,),
     aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
     aten._pdist_backward: (1, 3), aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
     aten.cudnn_grid_sampler_backward: (1,),
@@ -54,8 +53,6 @@ _UNBOUNDED: dict[object, tuple[int | str, ...]] = {
     aten._scaled_dot_product_fused_attention_overrideable: (3,),
 }  # fmt: skip
 _QUERY_AND_KEY = (1, 2)
-# Operators that 1 + exp(x) keeps bounded, and the argument that it must be.
-_DENOMINATORS: dict[object, int] = {aten.div: 1, aten.reciprocal: 0, aten.log: 0}
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,8 @@ def find_substitutes(
         if name not in lossy:
             continue
         end = nodes[whole[name]] if name in whole else region.last_dominator(placeholder)
+        if region.bends(end):
+            end = placeholder
         culprit = next(region.unbounded(end), None)
         unknown = None if trust_unknown else region.unknown(end)
         if culprit is not None:
@@ -105,13 +104,6 @@ def find_substitutes(
         if region.is_query_or_key(end):
             curved.add(name)
     return Substitutes(instead, refused, frozenset(curved))
-
-
-def bends_without_bound(start: fx.Node, end: fx.Node) -> bool:
-    """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
-    between = ancestors([end], lambda node: node is start) - {start}
-    read = (_argument(node, position) for node in between for position in _UNBOUNDED.get(packet_of(node), ()))
-    return any(isinstance(argument, fx.Node) for argument in read)
 
 
 def find_coefficients(pair: GraphPair, lossy: frozenset[str]) -> dict[str, str]:
@@ -158,16 +150,23 @@ class _Region:
         return end in found
 
     def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
-        """Operators that a small error in ``start`` may make unbounded."""
+        """Operators that read ``start``, or what follows from it, beside a tangent, and are not linear in it.
+
+        What leads to coefficients is measured.
+        """
         for node in self._closure(start):
             for user in self._users(node):
                 for position in _UNBOUNDED.get(packet_of(user), ()):
-                    is_bounded = _is_nonpositive(node) or _is_logistic(user)
                     fits_again = position in _QUERY_AND_KEY and recomputes(user)
-                    if _argument(user, position) is node and not is_bounded and not fits_again:
+                    if _argument(user, position) is node and not fits_again:
                         yield user
-                if packet_of(user) is aten.pow and user.args[0] is node and _negative(user.args[1]):
+                is_float = node.meta["val"].dtype.is_floating_point
+                if user not in self._derivable and is_float and is_pointwise(user) and not is_affine(user, [node]):
                     yield user
+
+    def bends(self, start: fx.Node) -> bool:
+        """Whether backward bends in ``start``."""
+        return bends(self._closure(start), start, (ATTENTION,))
 
     def unknown(self, start: fx.Node) -> fx.Node | None:
         """An operator that reads ``start``, or what follows from it, and may have steps and poles for all one knows."""
@@ -202,74 +201,3 @@ def _argument(node: fx.Node, position: int | str) -> object:
     if isinstance(position, str):
         return node.kwargs.get(position)
     return node.args[position] if len(node.args) > position else None
-
-
-def _is_nonpositive(node: Any) -> bool:
-    """Whether no element of ``node`` is positive by construction, as ``-x^2 / 2``: its exponential is bounded."""
-    node = _behind_views(node)
-    if packet_of(node) is aten.neg:
-        return _is_nonnegative(node.args[0])
-    if packet_of(node) is not aten.mul:
-        return False
-    pairs = (node.args[:2], node.args[1::-1])
-    return any(_is_nonnegative(a) and (_negative(b) or _is_nonpositive(b)) for a, b in pairs)
-
-
-def _is_nonnegative(node: Any) -> bool:
-    """Whether no element of ``node`` is negative by construction: squares, exponentials, softplus."""
-    node = _behind_views(node)
-    packet = packet_of(node)
-    if packet is aten.pow:
-        return isinstance(node.args[1], int) and node.args[1] % 2 == 0
-    if packet is aten.where:
-        condition, large, other = node.args
-        # Softplus is x itself where x is large.
-        is_comparison = condition.target is aten.gt.Scalar and condition.args[0] is large
-        is_large = is_comparison and not _negative(condition.args[1])
-        return (is_large or _is_nonnegative(large)) and _is_nonnegative(other)
-    if packet is aten.log1p:
-        return _is_nonnegative(node.args[0])
-    is_square = packet is aten.mul and node.args[0] is node.args[1]
-    return is_square or packet in (aten.square, aten.exp, aten.softplus, aten.sigmoid, aten.relu, aten.abs)
-
-
-def _behind_views(node: Any) -> Any:
-    while isinstance(node, fx.Node) and getattr(node.target, "is_view", False):
-        node = node.args[0]
-    return node
-
-
-def _is_logistic(node: fx.Node) -> bool:
-    """Whether ``node`` is part of ``y / (1 + exp(x))``, ``y * exp(x) / (1 + exp(x))``, ``log(1 + exp(x))`` or
-    ``log1p(exp(x))``, which are smooth although their parts are not bounded.
-    """
-    packet = packet_of(node)
-    if packet is aten.exp:
-        harmless = [u.target is aten.log1p.default or _is_one_plus_exp(u) or _is_divided(u, node) for u in node.users]
-        return bool(harmless) and all(harmless)
-    return packet in _DENOMINATORS and _is_one_plus_exp(node.args[_DENOMINATORS[packet]])
-
-
-def _is_divided(node: fx.Node, exponential: fx.Node) -> bool:
-    """Whether ``node``, a multiple of ``exponential``, is read by nothing but quotients over one plus the same."""
-    if packet_of(node) is not aten.mul or node.args[0] is node.args[1]:
-        return False
-    is_quotient = all(user.target is aten.div.Tensor and user.args[0] is node for user in node.users)
-    return is_quotient and all(
-        _is_one_plus_exp(user.args[1]) and exponential in user.args[1].all_input_nodes for user in node.users
-    )
-
-
-def _is_one_plus_exp(node: object) -> TypeGuard[fx.Node]:
-    """``exp(x) + c`` with c > 0, read by nothing but quotients and logarithms."""
-    if not isinstance(node, fx.Node) or packet_of(node) is not aten.add:
-        return False
-    terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
-    numbers = [term for term in node.args[:2] if isinstance(term, (int, float))]
-    is_sum = len(terms) == 1 and terms[0].target is aten.exp.default and bool(numbers) and numbers[0] > 0
-    read = [(user, _DENOMINATORS.get(packet_of(user))) for user in node.users]
-    return is_sum and all(position is not None and user.args[position] is node for user, position in read)
-
-
-def _negative(value: object) -> bool:
-    return isinstance(value, (int, float)) and value < 0

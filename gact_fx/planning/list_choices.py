@@ -78,7 +78,10 @@ def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[C
     """
     tensor, how = item.tensor, item.how
     assert tensor.dtype is not None
-    choices = []
+    choices: list[Choice] = []
+    if item.sensitivity is not None and not item.sensitivity.squared_biases:
+        # It could not be measured.
+        return choices
     for stored in how.other_ways():
         measured = item.sensitivity.others.get(stored) if item.sensitivity is not None else None
         measured = measured if _is_known(measured) else None

@@ -83,6 +83,7 @@ class Adjoint:
             for placeholder, value in zip(placeholders, step.arguments, strict=True)
         }
         self._coefficients = CoefficientMeter(step)
+        self._bent = {how.name for _, how in step.analysis.quantized() if how.bends}
         self._wanted = {node for nodes in self._coefficients.of.values() for node in nodes}
         self._tangible = dependents(step.backward.graph, lambda node: node.name in step.pair.tangents())
         self._coefficient_slopes: dict[fx.Node, Slopes] = {}
@@ -262,15 +263,20 @@ class Adjoint:
             args, kwargs = fx.map_arg((node.args, node.kwargs), read)
             values[node], is_complete = self._interpreter.call(node, args, kwargs, doubtful=doubtful)
             if not is_complete:
-                self.opaque |= self._sources[node]
+                # Where backward bends, nothing is asked of what leads to coefficients.
+                is_measured = node not in self._tangible
+                self.opaque |= {at for at in self._sources[node] if not (is_measured and at[1] in self._bent)}
             for dead in dies[node]:
                 values.pop(dead, None)
 
     def _take(self, values: Mapping[fx.Node, Any], taken: dict[fx.Node, torch.Tensor], node: fx.Node) -> Any:
         value = values[node]
-        if node not in self._wanted or not value.requires_grad:
+        if node not in self._wanted:
             return value
-        return taken.setdefault(node, value.view_as(value))
+        if node not in taken:
+            # It may come from an operator that has no derivative.
+            taken[node] = value.view_as(value) if value.requires_grad else _begin(value)
+        return taken[node]
 
 
 def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.Tensor) -> None:

@@ -139,8 +139,13 @@ class CoefficientMeter:
             measured = {}
             for bits in MEASURED:
                 low, high, chances = neighbours(values, bits)
-                moved = [{n: value - exact[n] for n, value in evaluate(x).items()} for x in (low, high)]
                 weights = [{n: _carried(c, reading, n, chain) for n in slopes} for c in chances]
+                ends: list[torch.Tensor] = [low, high]
+                if any(weight is None for weight in weights[0].values()):
+                    # Elements mix in some coefficient: two draws stand for all, each of even chance.
+                    ends = [_drawn(low, high, chances[1], rounding, seed) for seed in range(2)]
+                    weights = [dict.fromkeys(slopes) for _ in ends]
+                moved = [{n: value - exact[n] for n, value in evaluate(x).items()} for x in ends]
                 measured[bits] = _added(moved, weights, slopes)
             for bits in WIDTHS:
                 found[Code(bits, rounding, GROUP_SIZE)] = _between(measured, bits)
@@ -190,6 +195,15 @@ def _ends_of_dither(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Ten
     half = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / (2**bits - 1) / 2 * (1 + 2**-8)
     weight = torch.full_like(x, 1 / 6)
     return restore(groups - half), restore(groups + half), [weight, weight]
+
+
+def _drawn(low: torch.Tensor, high: torch.Tensor, chance: torch.Tensor, rounding: str, seed: int) -> torch.Tensor:
+    """What rounding makes of a tensor, from the ends and the chances that `_codes_beside` or `_ends_of_dither` gave."""
+    generator = torch.Generator(low.device).manual_seed(seed)
+    noise = torch.rand(low.shape, generator=generator, device=low.device, dtype=torch.float32)
+    return (
+        torch.lerp(low, high, noise.to(low.dtype)) if rounding == "dither" else torch.where(noise < chance, high, low)
+    )
 
 
 def _grouped(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
