@@ -11,6 +11,7 @@ from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import channels_last_nodes
+from gact_fx.graphs.edit import is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Coefficients, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
@@ -136,15 +137,15 @@ class _Decisions:
         if is_straight or tensor.name in self.aliases.values():
             return {}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
-        numel = sum(hint(node.meta["val"].numel()) for node in ends)
+        total = sum(map(numel, ends))
         dtype = stored.meta["val"].dtype
-        fits = not tensor.dynamic and all(node.meta["val"].dtype == dtype for node in ends)
-        names = tuple(node.name for node in ends) if fits and numel <= MOST_COEFFICIENTS * tensor.numel else ()
-        mask_numel = sum(hint(self._nodes[mask].meta["val"].numel()) for mask in read)
+        fits = not tensor.dynamic and all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
+        names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
+        mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._masks.sole
-        return {"bends": True, "coefficients": Coefficients(names, numel, read, mask_numel, retakes)}
+        return {"bends": True, "coefficients": Coefficients(names, total, read, mask_numel, retakes)}
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""

@@ -10,9 +10,9 @@ from collections.abc import Collection, Container
 import torch
 from torch import fx
 
+from gact_fx.graphs.edit import numel
 from gact_fx.graphs.linearity import is_affine, is_pointwise
 from gact_fx.graphs.operators import packet_of
-from gact_fx.graphs.sizes import hint
 
 aten = torch.ops.aten
 # Linear in each of their arguments.
@@ -58,7 +58,7 @@ def straight_bases(
         goes_on = node is not start and not decides and _is_straight(node, chain)
         bases[node] = set().union(*(bases[i] for i in inputs)) if goes_on else {node}
     found = sorted(set().union(*(bases[node] for node in ends)))
-    return min(ends, found, key=lambda nodes: sum(hint(node.meta["val"].numel()) for node in nodes))
+    return min(ends, found, key=lambda nodes: sum(map(numel, nodes)))
 
 
 def _is_straight(node: fx.Node, chain: Collection[fx.Node]) -> bool:

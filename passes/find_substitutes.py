@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import behind
+from gact_fx.graphs.edit import behind, is_float
 from gact_fx.graphs.linearity import is_affine, is_pointwise
 from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.find_bends import bends
@@ -143,9 +143,7 @@ class _Region:
         """Whether floating-point nodes alone lead from ``start`` to ``end``, too."""
         found = {start}
         for node in sorted(self._closure(start)):
-            value = node.meta.get("val")
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if is_float and not found.isdisjoint(node.all_input_nodes):
+            if is_float(node) and not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return end in found
 
@@ -160,8 +158,8 @@ class _Region:
                     fits_again = position in _QUERY_AND_KEY and recomputes(user)
                     if _argument(user, position) is node and not fits_again:
                         yield user
-                is_float = node.meta["val"].dtype.is_floating_point
-                if user not in self._derivable and is_float and is_pointwise(user) and not is_affine(user, [node]):
+                is_end = user not in self._derivable and is_float(node)
+                if is_end and is_pointwise(user) and not is_affine(user, [node]):
                     yield user
 
     def bends(self, start: fx.Node) -> bool:

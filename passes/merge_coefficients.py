@@ -8,14 +8,17 @@ mask stops.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, add_full, dependents
+from gact_fx.graphs.edit import add_call, add_full, ancestors, dependents, is_float, is_float_tensor, numel
 from gact_fx.graphs.linearity import is_linear, is_pointwise
 from gact_fx.graphs.sizes import have_same_shape, hint
+from gact_fx.graphs.trees import tree_leaves
+from gact_fx.passes.find_bends import bends, dependents_within
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -33,7 +36,9 @@ def merge_coefficients(pair: GraphPair, context: Context) -> None:
     regions = _find_regions(list(graph.nodes), depends, varies)
     for end in [node for node in graph.nodes if node in regions]:
         inner = _between(regions[end], end, regions)
-        if _leaves(end, regions) and _is_worth_it(inner, depends, varies):
+        factors = {i for node in inner for i in node.all_input_nodes if i not in depends}
+        is_large = max(map(numel, factors), default=0) >= context.config.min_elements
+        if is_large and _leaves(end, regions) and _is_worth_it(factors, inner, varies):
             _merge(regions[end], end, inner)
 
 
@@ -46,7 +51,7 @@ def varying(pair: GraphPair) -> frozenset[fx.Node]:
     for node in pair.backward.graph.nodes:
         if node.name in tangents or not others.isdisjoint(node.all_input_nodes):
             others.add(node)
-        elif _is_float(node):
+        elif any(is_float_tensor(x) for x in tree_leaves(node.meta.get("val"))):
             is_saved = node.op == "placeholder" and node not in static
             if is_saved or not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
@@ -55,19 +60,19 @@ def varying(pair: GraphPair) -> frozenset[fx.Node]:
 
 def _find_regions(nodes: Sequence[fx.Node], depends: Collection[fx.Node], varies: Collection[fx.Node]) -> Regions:
     """Every region as large as it can be with nothing inside that others read."""
-    candidates = [node for node in nodes if node in depends and is_pointwise(node) and _is_float(node)]
+    candidates = [node for node in nodes if node in depends and is_pointwise(node) and is_float(node)]
     inputs = {node: [i for i in node.all_input_nodes if i in depends] for node in candidates}
-    candidates = [node for node in candidates if all(map(_is_float, inputs[node])) and is_linear(node, inputs[node])]
+    candidates = [node for node in candidates if all(map(is_float, inputs[node])) and is_linear(node, inputs[node])]
     roots: set[fx.Node] = set()
     while True:
         regions: Regions = {}
         numels: dict[fx.Node, int] = {}
         for node in candidates:
             found = {i if i in roots else regions.get(i, i) for i in inputs[node]}
-            numel = _coefficient_numel(node, found, numels, depends, varies)
-            if len(found) == 1 and numel is not None:
+            size = _coefficient_numel(node, found, numels, depends, varies)
+            if len(found) == 1 and size is not None:
                 regions[node] = found.pop()
-                numels[node] = numel
+                numels[node] = size
         torn = {n for n in regions if n not in roots and _leaves(n, regions) and _goes_on(n, regions)}
         if not torn:
             return regions
@@ -86,9 +91,9 @@ def _coefficient_numel(
     factors = [i for i in node.all_input_nodes if i not in depends and isinstance(i.meta.get("val"), torch.Tensor)]
     inner = [numels[i] for i in node.all_input_nodes if i in numels and i not in roots]
     shapes = [_shape(i) for i in factors]
-    largest = max([*inner, *(_numel(i) for i in factors if i in varies)], default=None)
-    numel = max([*inner, _product(torch.broadcast_shapes(*shapes)) if shapes else 1])
-    return None if largest is not None and numel > largest else numel
+    largest = max([*inner, *(numel(i) for i in factors if i in varies)], default=None)
+    size = max([*inner, torch.broadcast_shapes(*shapes).numel() if shapes else 1])
+    return None if largest is not None and size > largest else size
 
 
 def _leaves(node: fx.Node, regions: Regions) -> bool:
@@ -110,11 +115,18 @@ def _between(root: fx.Node, end: fx.Node, regions: Regions) -> list[fx.Node]:
     return sorted(found)
 
 
-def _is_worth_it(inner: Sequence[fx.Node], depends: Collection[fx.Node], varies: Collection[fx.Node]) -> bool:
-    """Whether values are in the coefficient, not decisions alone, and it is not there as a single factor already."""
-    factors = [i for node in inner for i in node.all_input_nodes if i not in depends]
-    is_factor = len(inner) == 1 and inner[0].target is aten.mul.Tensor
-    return not is_factor and any(i in varies for i in factors)
+def _is_worth_it(factors: Collection[fx.Node], inner: Sequence[fx.Node], varies: AbstractSet[fx.Node]) -> bool:
+    """Whether a coefficient of these ``factors`` has values in it, and bends in them or takes several decisions.
+
+    A single decision beside values costs a bit, or nothing where their codes can tell it.
+    """
+    if varies.isdisjoint(factors) or (len(inner) == 1 and inner[0].target is aten.mul.Tensor):
+        return False
+    decisions = [node for node in factors if node not in varies and _is_boolean(node)]
+    before = ancestors(factors) & varies
+    sources = [node for node in before if node.op == "placeholder"]
+    within = before | set(inner)
+    return len(decisions) > 1 or any(bends(dependents_within(source, within), source) for source in sources)
 
 
 def _merge(root: fx.Node, end: fx.Node, inner: Sequence[fx.Node]) -> None:
@@ -135,9 +147,9 @@ def _copy(node: fx.Node, replaced: Callable[[fx.Node], fx.Node]) -> fx.Node:
     return add_call(node.graph, node.target, args, f"{node.name}_coefficient", **kwargs)
 
 
-def _is_float(node: fx.Node) -> bool:
+def _is_boolean(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -146,14 +158,3 @@ def _shape(node: fx.Node) -> list[int]:
 
 def _strides(node: fx.Node) -> list[int]:
     return [hint(step) for step in node.meta["val"].stride()]
-
-
-def _numel(node: fx.Node) -> int:
-    return _product(_shape(node))
-
-
-def _product(sizes: Sequence[int]) -> int:
-    found = 1
-    for size in sizes:
-        found *= size
-    return found

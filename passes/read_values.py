@@ -37,7 +37,10 @@ def _load_coefficients(read: CoefficientsRead, sizes: SizeBuilder) -> None:
     graph, value = read.value.placeholder.graph, read.value
     shapes = [like.shape for like in read.like]
     ends = list(accumulate(math.prod(shape) for shape in shapes))
-    with graph.inserting_before(min(u for node in read.nodes for u in node.users if u.target is not decompress)):
+    users = [user for node in read.nodes for user in node.users if user.target is not decompress]
+    if not users:
+        return
+    with graph.inserting_before(min(users)):
         flat, _ = load_blob(sizes, value, [ends[-1]], read.like[0].dtype, read.code, [0])
         parts = []
         for start, end, shape in zip([0, *ends], ends, shapes, strict=False):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
@@ -80,6 +81,21 @@ def behind(node: Any, packets: Container[Any]) -> Any:
     while packet_of(node) in packets:
         node = node.all_input_nodes[0]
     return node
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether ``node`` gives one floating-point tensor."""
+    return is_float_tensor(node.meta.get("val"))
+
+
+def is_float_tensor(value: object) -> bool:
+    """Whether ``value`` is a floating-point tensor."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def numel(node: fx.Node) -> int:
+    """Elements of the tensors that ``node`` gives, on the traced batch."""
+    return sum(hint(x.numel()) for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:

@@ -109,12 +109,16 @@ def _choose(
 def _fixed(menu: Menu, bits: int) -> Choice:
     """The least width of at least ``bits`` in groups of the default size; merged codes do not count.
 
-    Where backward bends, of the tensor's coefficients; exact where there is no code.
+    Exact where there is no code.
     """
     coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
     if not coded:
         return menu[-1]
-    ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]
+    # Of several things to store the one that adds least.
+    ranks = [
+        (code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP), choice.variance)
+        for code, choice in coded
+    ]
     return coded[ranks.index(min(ranks))][1]
 
 

@@ -9,6 +9,7 @@ be reached is not finite. Times the coefficient's squared sensitivity that is wh
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import fx
 
 from gact_fx.codec.arithmetic import dequantize, quantize
 from gact_fx.codec.code import WIDTHS, Code, step_variance
+from gact_fx.graphs.edit import is_float
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.linearity import is_pointwise
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.replay import Replay
+from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_bends import MOVES, dependents_within
 from gact_fx.passes.find_masks import derivable_nodes
 from gact_fx.profiling.rounding_meter import REFERENCE, RoundingMeter
@@ -121,7 +124,7 @@ class CoefficientMeter:
         return Bent(added, self._meter(reading, values, slopes))
 
     def _ends(self, chain: set[fx.Node]) -> list[fx.Node]:
-        return [n for n in sorted(chain) if _is_float(n) and any(user not in self._derivable for user in n.users)]
+        return [n for n in sorted(chain) if is_float(n) and any(user not in self._derivable for user in n.users)]
 
     def _added(
         self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, chain: set[fx.Node]
@@ -138,7 +141,7 @@ class CoefficientMeter:
         for rounding, neighbours in (("stochastic", _codes_beside), ("dither", _ends_of_dither)):
             measured = {}
             for bits in MEASURED:
-                low, high, chances = neighbours(values, bits)
+                low, high, chances = neighbours(values.detach(), bits)
                 weights = [{n: _carried(c, reading, n, chain) for n in slopes} for c in chances]
                 ends: list[torch.Tensor] = [low, high]
                 if any(weight is None for weight in weights[0].values()):
@@ -250,15 +253,14 @@ def _product(slope: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
 def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Node]) -> torch.Tensor | None:
     """A number for every element of ``reading`` where these elements lie in ``node``; None where they mix."""
-    found: dict[fx.Node, torch.Tensor] = {reading: x}
+    found: dict[fx.Node, Any] = {reading: x}
     for each in sorted(chain):
         inputs = [i for i in each.all_input_nodes if i in found]
         if each is reading or not inputs:
             continue
-        shape = each.meta["val"].shape
-        if is_pointwise(each) and found[inputs[0]].shape == torch.Size([int(size) for size in shape]):
+        if is_pointwise(each) and found[inputs[0]].shape == torch.Size(map(hint, each.meta["val"].shape)):
             found[each] = found[inputs[0]]
-        elif packet_of(each) in MOVES and len(each.all_input_nodes) == 1:
+        elif (packet_of(each) in MOVES or each.target is getitem) and len(each.all_input_nodes) == 1:
             args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)
             target: Any = each.target
             found[each] = target(*args, **kwargs)
@@ -280,8 +282,3 @@ def _between(measured: Mapping[int, Added], bits: int) -> Added:
 
     ends = measured[low], measured[high]
     return Added(interpolated(*(a.variance for a in ends)), interpolated(*(a.squared_bias for a in ends)))
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -107,7 +107,8 @@ class Session:
             profiles.append(self.profiles.setdefault(key, GraphProfile(step.analysis)))
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
-        if not self.config.adaptive:
+        bends = any(how.bends for step in steps for _, how in step.analysis.quantized())
+        if not self.config.adaptive and not bends:
             return True
         if bar is not None:
             bar.total += sum(len(step.analysis.quantized()) for step in steps)

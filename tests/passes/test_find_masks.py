@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,8 +112,7 @@ class Stepped(nn.Module):
 def test_no_step_is_taken_from_rounded_values(name: str, recompute: str) -> None:
     model, reference, x = Stepped(STEPS[name]), Stepped(STEPS[name]), torch.randn(64, 32)
     reference.load_state_dict(model.state_dict())
-    gact_fx.compile(
-        model, budget_bits=8, adaptive=False, min_elements=64, inner="eager", recompute=recompute, sample_batches=[x]
-    )
+    options: dict[str, Any] = {"adaptive": False, "rounding": "dither", "min_elements": 64, "recompute": recompute}
+    gact_fx.compile(model, budget_bits=8, inner="eager", sample_batches=[x], **options)
     model(x).backward(), reference(x).backward()
     assert relative_error(gradients(model), gradients(reference)) < 0.015

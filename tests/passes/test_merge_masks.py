@@ -203,7 +203,7 @@ def test_what_is_filled_in_is_the_mean_of_the_channel() -> None:
             nn.init.eye_(self.linear.weight)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.norm(self.linear(x))).pow(3).mean()
+            return torch.relu(self.norm(self.linear(x))).square().mean()
 
     model = planned(Net(), x, everything_merged, inner="inductor")
     model(x).backward()

@@ -64,7 +64,7 @@ def test_group_sizes() -> None:
 
 
 def test_masks_have_their_bytes_and_forbid_exactness() -> None:
-    (menu,) = menus(item(2.0, masks=("m",), mask_numel=NUMEL))
+    (menu,) = menus(item(2.0, masks=("m",), mask_numel=NUMEL, exact_allowed=False))
     assert all(choice.bits is not None for choice in menu)
     assert find(menu, 4).nbytes == blob_nbytes(NUMEL, torch.float32, 4, GROUP, NUMEL)
 

@@ -17,6 +17,7 @@ from gact_fx.profiling.measure_adjoint import measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.recorder import Recorder
+from gact_fx.profiling.rounding_meter import RoundingMeter
 from gact_fx.profiling.tape import Step
 from gact_fx.training.backend import Backend
 from gact_fx.training.session import Session
@@ -37,11 +38,16 @@ def record(
     return recorder.take()
 
 
+@torch.no_grad()
+def measured(steps: list[Step], probes: int) -> list[tuple[dict[str, RoundingMeter], frozenset[str]]]:
+    return [(found.meters, found.opaque) for found in measure_adjoint(steps, probes=probes)]
+
+
 def adjoint(steps: list[Step], probes: int = 16) -> Values:
     """c_l of every tensor that the adjoint reaches."""
     return {
         (i, name): meter.result((256,)).value
-        for i, (meters, opaque) in enumerate(measure_adjoint(steps, probes=probes))
+        for i, (meters, opaque) in enumerate(measured(steps, probes=probes))
         for name, meter in meters.items()
         if name not in opaque
     }
@@ -67,7 +73,7 @@ def rank_correlation(left: list[float], right: list[float]) -> float:
 
 @INNER
 def test_it_reaches_every_tensor(inner: str) -> None:
-    ((meters, opaque),) = measure_adjoint(record(Mixed(), *mixed_batch(), inner=inner), probes=1)
+    ((meters, opaque),) = measured(record(Mixed(), *mixed_batch(), inner=inner), probes=1)
     assert meters and not opaque
 
 
@@ -240,7 +246,7 @@ def test_what_has_no_second_derivative_is_left_to_algorithm_1(operator: Callable
         return second(operator(first(x))).tanh().square().sum()
 
     steps = record(function, torch.randn(96, 48), unknown_operators="compress")
-    ((_, opaque),) = measure_adjoint(steps, probes=4)
+    ((_, opaque),) = measured(steps, probes=4)
     saved = {tensor.name: tensor.op for tensor in steps[0].analysis.saved}
     wanted = empirical(steps)
     # The op's own input, and what reaches it through its tangent; what it returned only enters a product.
@@ -275,7 +281,7 @@ def test_a_linear_layer_in_closed_form() -> None:
     v, w = nn.Parameter(torch.randn(16, 64)), nn.Parameter(torch.randn(64, 1))
     x, t = torch.randn(64, 16), torch.randn(64, 1)
     steps = record(lambda x, t: ((x @ v) @ w * t).sum(), x, t)
-    (((meter,), opaque),) = [(tuple(m.values()), o) for m, o in measure_adjoint(steps, probes=2)]
+    (((meter,), opaque),) = [(tuple(m.values()), o) for m, o in measured(steps, probes=2)]
     assert not opaque
     groups = (x @ v).detach().view(-1, 256)
     weights = t.square().expand(64, 64).reshape(-1, 256).sum(1)
