@@ -6,7 +6,9 @@ Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._disable
 where passes run among fake tensors; public would be a way to leave fake modes).
 """
 
+import functools
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gact_fx.graphs.operators import name_of
+from gact_fx.graphs.trees import tree_leaves, tree_map
 
 _COUNT = 64
 # Of these so many must be finite to say something.
@@ -43,13 +46,52 @@ def is_affine(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
 
 def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, float]) -> bool:
     """Whether a combination of two inputs gives that combination of their results."""
+    slots = {i: _slot(i, index, i in inputs) for index, i in enumerate(node.all_input_nodes)}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), slots.__getitem__)
+    return _tried(node.target, _hashable(args), _hashable(kwargs), factors)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """An input: which, its dtype (None of sizes), whether it varies, and the number that all its elements are."""
+
+    index: int
+    dtype: torch.dtype | None
+    varies: bool
+    constant: float | None
+
+
+def _slot(node: fx.Node, index: int, varies: bool) -> _Slot:
+    value = node.meta.get("val")
+    dtype = value.dtype if isinstance(value, torch.Tensor) else None
+    numbers = [x for x in node.args if isinstance(x, int | float)]
+    is_constant = name_of(node.target) in ("full", "scalar_tensor") and not node.all_input_nodes and len(numbers) == 1
+    return _Slot(index, dtype, varies, numbers[0] if is_constant else None)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(x)) for name, x in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors: tuple[float, float]) -> bool:
+    slots = {x for x in tree_leaves((args, kwargs)) if isinstance(x, _Slot)}
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        others = {i: _numbers(i, generator) for i in node.all_input_nodes}
-        left, right = ({i: _numbers(i, generator) for i in inputs} for _ in range(2))
-        both = {i: factors[0] * left[i] + factors[1] * right[i] for i in inputs}
+        ordered = sorted(slots, key=lambda slot: slot.index)
+        others = {slot: _numbers(slot, generator) for slot in ordered}
+        left, right = ({slot: _numbers(slot, generator) for slot in ordered if slot.varies} for _ in range(2))
+        both = {slot: factors[0] * left[slot] + factors[1] * right[slot] for slot in left}
+
+        def call(given: dict[_Slot, Any]) -> Any:
+            values = {**others, **given}
+            filled, options = tree_map(lambda x: values[x] if isinstance(x, _Slot) else x, (args, dict(kwargs)))
+            return target(*filled, **{**options, **({"device": "cpu"} if options.get("device") is not None else {})})
+
         try:
-            a, b, c = (_call(node, {**others, **given}) for given in (left, right, both))
+            a, b, c = map(call, (left, right, both))
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             # It has no kernel for such numbers.
             return False
@@ -63,32 +105,16 @@ def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, 
         return int(is_finite.sum()) >= _FEWEST and bool(is_close[is_finite].all())
 
 
-def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    target: Any = node.target
-    kwargs = {**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})}
-    return target(*args, **kwargs)
-
-
-def _constant(node: fx.Node) -> Any:
-    """The number that every element of a node is that reads nothing; None of other nodes."""
-    numbers = [x for x in node.args if isinstance(x, int | float)]
-    is_constant = name_of(node.target) in ("full", "scalar_tensor") and not node.all_input_nodes
-    return numbers[0] if is_constant and len(numbers) == 1 else None
-
-
-def _numbers(node: fx.Node, generator: torch.Generator) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return value if not isinstance(value, torch.SymInt) else 2
-    constant = _constant(node)
-    if constant is not None:
-        return torch.full((_COUNT,), constant, dtype=value.dtype)
+def _numbers(slot: _Slot, generator: torch.Generator) -> Any:
+    if slot.dtype is None:
+        return 2
+    if slot.constant is not None:
+        return torch.full((_COUNT,), slot.constant, dtype=slot.dtype)
     draws = torch.rand(_COUNT, generator=generator, dtype=torch.float64)
-    if value.dtype is torch.bool:
+    if slot.dtype is torch.bool:
         return draws < 0.5
-    if not value.is_floating_point():
-        return (draws * 8).to(value.dtype)
+    if not slot.dtype.is_floating_point:
+        return (draws * 8).to(slot.dtype)
     # Of every magnitude from a hundredth to a hundred.
     signs = (torch.rand(_COUNT, generator=generator) < 0.5) * 2 - 1
-    return (10 ** (4 * draws - 2) * signs).to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+    return (10 ** (4 * draws - 2) * signs).to(torch.float64 if slot.dtype == torch.float64 else torch.float32)

@@ -84,7 +84,9 @@ class Adjoint:
         }
         self._coefficients = CoefficientMeter(step)
         self._bent = {how.name for _, how in step.analysis.quantized() if how.bends}
-        self._wanted = {node for nodes in self._coefficients.of.values() for node in nodes}
+        # By tensor, the coefficients whose derivatives are kept until it is measured.
+        self._waiting = {reading: set(nodes) for reading, nodes in self._coefficients.of.items()}
+        self._wanted = set().union(*self._waiting.values())
         self._tangible = dependents(step.backward.graph, lambda node: node.name in step.pair.tangents())
         self._coefficient_slopes: dict[fx.Node, Slopes] = {}
         readings = step.readings
@@ -220,6 +222,10 @@ class Adjoint:
             slopes = self._slopes.pop(node, [])
             if node in self._coefficients.of:
                 self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes)
+                self._waiting[node] = set()
+                awaited = set().union(*self._waiting.values())
+                for end in self._coefficient_slopes.keys() - awaited:
+                    del self._coefficient_slopes[end]
             if name in self._shared:
                 self._shared[name].add(meter, stopped, slopes)
             else:

@@ -6,9 +6,12 @@ ones, and weighing them by the chance of each: the variance of the coefficient, 
 be reached is not finite. Times the coefficient's squared sensitivity that is what the gradient gets.
 """
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from operator import getitem
 from typing import Any
 
@@ -30,7 +33,7 @@ from gact_fx.profiling.tape import Step
 from gact_fx.records import Sensitivity
 
 # Widths at which chains are evaluated; between them logarithms are interpolated.
-MEASURED = (1, 2, 4, 8)
+MEASURED = (2, 4, 8)
 GROUP_SIZE = 256
 Values = Mapping[fx.Node, torch.Tensor]
 SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]
@@ -137,30 +140,35 @@ class CoefficientMeter:
             return {node: found[node.name] for node in slopes}
 
         exact = evaluate(values)
+        by_shape: dict[torch.Size, list[fx.Node]] = {}
+        for node, value in exact.items():
+            by_shape.setdefault(value.shape, []).append(node)
+        weights = [_Weights(nodes, slopes) for nodes in by_shape.values()]
         found: dict[Code, Added] = {}
         for rounding, neighbours in (("stochastic", _codes_beside), ("dither", _ends_of_dither)):
             measured = {}
             for bits in MEASURED:
                 low, high, chances = neighbours(values.detach(), bits)
-                weights = [{n: _carried(c, reading, n, chain) for n in slopes} for c in chances]
+                shares = [{n: _carried(c, reading, n, chain) for n in slopes} for c in chances]
                 ends: list[torch.Tensor] = [low, high]
-                if any(weight is None for weight in weights[0].values()):
+                if any(share is None for share in shares[0].values()):
                     # Elements mix in some coefficient: two draws stand for all, each of even chance.
                     ends = [_drawn(low, high, chances[1], rounding, seed) for seed in range(2)]
-                    weights = [dict.fromkeys(slopes) for _ in ends]
+                    shares = [dict.fromkeys(slopes) for _ in ends]
                 moved = [{n: value - exact[n] for n, value in evaluate(x).items()} for x in ends]
-                measured[bits] = _added(moved, weights, slopes)
+                measured[bits] = _added(moved, shares, weights)
             for bits in WIDTHS:
                 found[Code(bits, rounding, GROUP_SIZE)] = _between(measured, bits)
         return found
 
     def _meter(self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf) -> RoundingMeter | None:
-        """What codes of the coefficients themselves would add; where the tensor is exact they have their own names."""
+        """What codes of the coefficients themselves would add."""
         how = self._how[reading]
-        if "coefficients" not in how.other_ways() or reading.op != "placeholder":
+        if "coefficients" not in how.other_ways():
             return None
         assert how.coefficients is not None
         nodes = {node.name: node for node in self._chains[reading]["values"]}
+        # The tensor itself has another name where it is decompressed.
         parts = [nodes.get(name, reading) for name in how.coefficients.nodes]
         exact = self._replay.evaluate({node.name for node in parts}, {reading.name: values})
         meter = RoundingMeter(torch.cat([exact[node.name].reshape(-1) for node in parts]))
@@ -217,38 +225,56 @@ def _grouped(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], to
     return groups, lambda found: found.reshape(-1)[: flat.numel()].view(x.shape).to(x.dtype)
 
 
+class _Weights:
+    """How much the gradient minds what happens to coefficients of one shape, whose elements belong together."""
+
+    def __init__(self, nodes: Sequence[fx.Node], slopes: SlopesOf) -> None:
+        self.nodes = nodes
+        probes = min(len(slopes[node]) for node in nodes)
+        # By probe, coefficient and element.
+        self._slopes = torch.stack([_rows([slopes[n][p] for n in nodes]) for p in range(probes)])
+        self._products = {
+            (a, b): (self._slopes[:, a] * self._slopes[:, b]).mean(0) * (1 + (a != b))
+            for a, b in combinations_with_replacement(range(len(nodes)), 2)
+        }
+
+    def square(self, moved: torch.Tensor) -> torch.Tensor:
+        """By element, the mean over probes of the squared change of the gradient; ``moved`` has a row a coefficient."""
+        terms = [weight * moved[a] * moved[b] for (a, b), weight in self._products.items()]
+        return functools.reduce(torch.Tensor.add_, terms)
+
+    def sums(self, moved: torch.Tensor) -> list[float]:
+        """By probe, the change of the gradient along it."""
+        found: list[float] = torch.mv(self._slopes.flatten(1), moved.flatten()).tolist()
+        return found
+
+
 def _added(
-    moved: Sequence[Values],
-    weights: Sequence[Mapping[fx.Node, torch.Tensor | None]],
-    slopes: Mapping[fx.Node, Sequence[torch.Tensor]],
+    moved: Sequence[Values], chances: Sequence[Mapping[fx.Node, torch.Tensor | None]], weights: Sequence[_Weights]
 ) -> Added:
     """From what both codes do to the coefficients, with their chances (None: not known element by element)."""
-    probes = max((len(found) for found in slopes.values()), default=1)
-    square, own_bias, bias = 0.0, 0.0, [0.0] * probes
-    by_shape: dict[torch.Size, list[fx.Node]] = {}
-    for node in moved[0]:
-        by_shape.setdefault(moved[0][node].shape, []).append(node)
-    for nodes in by_shape.values():
-        for probe in range(probes):
-            # What one element does to several coefficients belongs together.
-            ends = [sum(_product(slopes[n][probe], side[n]) for n in nodes) for side in moved]
-            known = [side[nodes[0]] for side in weights]
-            chances: list[Any] = [0.5 if weight is None else weight.double() for weight in known]
-            weighed = list(zip(chances, ends, strict=True))
-            square += float(sum((c * end * end).sum() for c, end in weighed)) / probes
-            mean = torch.as_tensor(sum(c * end for c, end in weighed if known[0] is not None))
-            own_bias += float(mean.square().sum()) / probes
-            bias[probe] += float(mean.sum())
+    square, own_bias, bias = 0.0, 0.0, list[float]()
+    for weight in weights:
+        sides = [_rows([side[node] for node in weight.nodes]) for side in moved]
+        known = [chance[weight.nodes[0]] for chance in chances]
+        shares: list[Any] = [0.5 if chance is None else chance.reshape(-1).float() for chance in known]
+        weighed = list(zip(shares, sides, strict=True))
+        square += sum(float((share * weight.square(side)).sum(dtype=torch.float64)) for share, side in weighed)
+        if known[0] is not None:
+            mean = shares[0] * sides[0] + shares[1] * sides[1]
+            own_bias += float(weight.square(mean).sum(dtype=torch.float64))
+            sums = weight.sums(mean)
+            bias = [a + b for a, b in zip(bias, sums, strict=True)] if bias else sums
     # The sum over elements of one probe's bias is a single number, whose square varies much from probe to probe; the
     # elements' own biases are the least of it that is known well, unless they cancel.
-    squared_bias = max(sum(b * b for b in bias) / probes, own_bias)
+    squared_bias = max(sum(b * b for b in bias) / max(len(bias), 1), own_bias)
     is_finite = math.isfinite(square) and math.isfinite(squared_bias)
     is_finite = is_finite and all(bool(value.isfinite().all()) for side in moved for value in side.values())
     return Added(max(square - own_bias, 0.0), squared_bias) if is_finite else Added(math.inf, math.inf)
 
 
-def _product(slope: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
-    return slope.double() * moved.double()
+def _rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.reshape(-1).float() for x in tensors])
 
 
 def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Node]) -> torch.Tensor | None:
@@ -268,17 +294,17 @@ def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Nod
 
 
 def _between(measured: Mapping[int, Added], bits: int) -> Added:
-    """By what was measured at the next narrower and wider width."""
+    """By what was measured at two widths around it, or next to it."""
     if bits in measured:
         return measured[bits]
-    low = max(width for width in measured if width < bits)
-    high = min(width for width in measured if width > bits)
+    low = max((width for width in measured if width < bits), default=MEASURED[0])
+    high = min(width for width in measured if width > low)
     share = (bits - low) / (high - low)
 
     def interpolated(a: float, b: float) -> float:
         if not (a > 0 and b > 0 and math.isfinite(a) and math.isfinite(b)):
             return max(a, b)
-        return math.exp((1 - share) * math.log(a) + share * math.log(b))
+        return min(math.exp((1 - share) * math.log(a) + share * math.log(b)), sys.float_info.max)
 
     ends = measured[low], measured[high]
     return Added(interpolated(*(a.variance for a in ends)), interpolated(*(a.squared_bias for a in ends)))

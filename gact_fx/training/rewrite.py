@@ -4,7 +4,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from gact_fx.codec.code import Code
+from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes.encodings import GraphAnalysis
@@ -44,15 +47,19 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
-    """All that may be compressed at one width, for a step that is recorded, but for tensors in which backward bends.
+    """All that may be compressed at one width, for a step that is recorded.
 
-    Nothing is known yet of what rounding does to these.
+    Of tensors in which backward bends it is not known yet what rounding does: they are in bfloat16, or where decisions
+    may be taken from them again, exact.
     """
     key = graph_fingerprint(analysis.saved)
     entries = []
     for tensor, how in analysis.quantized():
-        code = Code(PROFILE_BITS, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
-        entries.append(TensorPlan(tensor.key, None if how.bends and how.exact_allowed else code))
+        decides = how.coefficients is not None and how.coefficients.retakes
+        bits = BFLOAT16_BITS if how.bends and tensor.dtype == torch.float32 else PROFILE_BITS
+        is_exact = how.bends and how.exact_allowed and (decides or bits != BFLOAT16_BITS)
+        code = Code(bits, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
+        entries.append(TensorPlan(tensor.key, None if is_exact else code))
     return GraphPlan(key, tuple(entries))
 
 

@@ -52,7 +52,7 @@ def test_what_is_exponentiated_and_read_otherwise_is_measured() -> None:
             self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.first(x) * 4
+            y = self.first(x) * 2
             return y.exp().mean() + self.second(y).square().mean()
 
     model, reference, x = Both(), Both(), torch.randn(64, 16)
