@@ -93,6 +93,10 @@ class Sensitivity:
         """What of the variance of ``code`` is bias."""
         return self.squared_biases.get(_measured(code), 0.0)
 
+    def scaled(self, factor: float) -> "Sensitivity":
+        """So many times as much; for those that have nothing but variances."""
+        return Sensitivity(factor * self.value, {code: factor * v for code, v in self.variances.items()})
+
     @classmethod
     def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
         """The mean over sample batches."""

@@ -14,8 +14,8 @@ from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
-from gact_fx.passes.encodings import Alias, Coefficients, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
-from gact_fx.passes.find_bends import bends, dependents_within, straight_bases
+from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
+from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, straight_bases
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations

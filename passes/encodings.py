@@ -13,6 +13,7 @@ import torch
 from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import BFLOAT16_BITS, integers_nbytes
 from gact_fx.graphs.aot import SavedValue
+from gact_fx.passes.find_bends import Coefficients
 from gact_fx.passes.forward_editor import ForwardEditor
 from gact_fx.passes.merge_masks import mark_stopped
 from gact_fx.passes.reads import CoefficientsRead, InsteadRead, MaskRead, MergedRead, Read, ValueRead
@@ -135,22 +136,6 @@ class Mask(Encoding):
         if self.masks:
             return (MaskRead(value, self.masks, self.order),)
         return (ValueRead(value, value.placeholder, value.source.meta["val"], self.order, MASK_CODE),)
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """What backward makes of a tensor up to where it meets tangents: these backward nodes, ``numel`` elements in all.
-
-    Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
-    are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
-    masks from its values again.
-    """
-
-    nodes: tuple[str, ...]
-    numel: int
-    masks: tuple[str, ...]
-    mask_numel: int
-    retakes: bool
 
 
 @dataclass(frozen=True)

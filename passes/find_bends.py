@@ -6,6 +6,7 @@ of any size, or not finite, and is measured at the coefficients themselves (`gac
 """
 
 from collections.abc import Collection, Container
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -26,6 +27,22 @@ MOVES = frozenset(
      aten.clone, aten.cat, aten.constant_pad_nd, aten.flip, aten.roll, aten.diagonal, aten.unfold, aten.index,
      aten._unsafe_index, aten.gather, aten.index_select, aten.embedding}
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What backward makes of a tensor up to where it meets tangents: these backward nodes, ``numel`` elements in all.
+
+    Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
+    are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
+    masks from its values again.
+    """
+
+    nodes: tuple[str, ...]
+    numel: int
+    masks: tuple[str, ...]
+    mask_numel: int
+    retakes: bool
 
 
 def dependents_within(start: fx.Node, within: Collection[fx.Node], masks: Collection[str] = ()) -> set[fx.Node]:

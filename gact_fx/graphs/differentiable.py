@@ -74,3 +74,19 @@ def _refuses(result: torch.Tensor, inputs: list[torch.Tensor], doubtful: bool) -
     except RuntimeError:
         return True
     return False
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def begin(value: torch.Tensor) -> torch.Tensor:
+    """The value itself, as the beginning of autograd's graph."""
+    begun: torch.Tensor = _Begin.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+    return begun

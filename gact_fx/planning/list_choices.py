@@ -49,7 +49,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     choices = _other_ways(item, sensitivity, codes)
     for code in codes:
         # Where backward bends, nothing but a measurement tells what rounding does.
-        if code.bits < how.min_bits or (how.bends and (measured is None or not measured.squared_biases)):
+        if code.bits < how.min_bits or (how.bends and measured is None):
             continue
         nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel)
         variance = _measured_variance(code, measured, sensitivity)

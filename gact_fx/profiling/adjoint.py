@@ -9,11 +9,11 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
-from gact_fx.graphs.differentiable import DifferentiableInterpreter, has_derivative
+from gact_fx.graphs.differentiable import DifferentiableInterpreter, begin, has_derivative
 from gact_fx.graphs.edit import dependents
-from gact_fx.plan import tensor_seed
 from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
 from gact_fx.profiling.cut_backward import Segment, cut_backward
+from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Place, Step
@@ -21,31 +21,6 @@ from gact_fx.profiling.tape import Place, Step
 Sources = Mapping[fx.Node, frozenset[Place]]
 # One derivative per probe.
 Slopes = list[torch.Tensor]
-
-
-class Signs:
-    """The random v, drawn where they are needed; those of one leaf are the same wherever parts of its gradient are."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def like(self, value: torch.Tensor) -> torch.Tensor:
-        if value.device not in self._generators:
-            self._generators[value.device] = torch.Generator(value.device).manual_seed(self._seed)
-        return _signs(value, self._generators[value.device])
-
-    def of(self, leaf: int, probe: int, value: torch.Tensor) -> torch.Tensor:
-        """For a gradient ``value`` of ``leaf``, or a part of it."""
-        seed = tensor_seed(self._seed, f"probe {probe}", f"leaf {leaf}")
-        return _signs(value, torch.Generator(value.device).manual_seed(seed))
-
-
-def _signs(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    signs = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    parts = torch.view_as_real(signs) if signs.is_complex() else signs
-    parts.random_(0, 2, generator=generator).mul_(2).sub_(1)
-    return signs
 
 
 class Adjoint:
@@ -154,7 +129,7 @@ class Adjoint:
         with torch.enable_grad():
             for node, value in values.items():
                 if self._sources[node] and has_derivative(value):
-                    values[node] = _begin(value)
+                    values[node] = begin(value)
                     inputs[node] = get_gradient_edge(values[node])
             with compressed_saved_tensors():
                 self._run(segment, values, ends, doubtful, taken)
@@ -198,7 +173,7 @@ class Adjoint:
                     _add(self._slopes, node, probe, slope)
             for node, slope in zip(coefficients, found[len(inputs) :], strict=True):
                 if slope is not None:
-                    _add(self._coefficient_slopes, node, probe, slope)
+                    _add(self._coefficient_slopes, node, probe, self._coefficients.kept(node, slope))
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
         """The derivative of v^T gradient with respect to an output."""
@@ -221,7 +196,7 @@ class Adjoint:
             self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
             slopes = self._slopes.pop(node, [])
             if node in self._coefficients.of:
-                self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes)
+                self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes, slopes)
                 self._waiting[node] = set()
                 awaited = set().union(*self._waiting.values())
                 for end in self._coefficient_slopes.keys() - awaited:
@@ -281,7 +256,7 @@ class Adjoint:
             return value
         if node not in taken:
             # It may come from an operator that has no derivative.
-            taken[node] = value.view_as(value) if value.requires_grad else _begin(value)
+            taken[node] = value.view_as(value) if value.requires_grad else begin(value)
         return taken[node]
 
 
@@ -291,23 +266,6 @@ def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.T
         found[probe] = found[probe] + slope
     else:
         found.append(slope)
-
-
-class _Begin(torch.autograd.Function):
-    """The value itself, as the beginning of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _begin(value: torch.Tensor) -> torch.Tensor:
-    begun: torch.Tensor = _Begin.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-    return begun
 
 
 def _inputs(segment: Segment) -> list[fx.Node]:

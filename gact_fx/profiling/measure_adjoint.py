@@ -22,8 +22,9 @@ from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.profiling.adjoint import Adjoint, Signs, Slopes, Sources
+from gact_fx.profiling.adjoint import Adjoint, Slopes, Sources
 from gact_fx.profiling.coefficient_meter import Bent
+from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter
 from gact_fx.profiling.tape import Place, Step
 

@@ -1,6 +1,7 @@
 """Rewrites one graph of a model: runs the passes over it, with what the plan says of what it saves."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,14 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
         found = plan.nearest(analysis.saved)
         remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
         log.warning("graph %s was not profiled: %s", key, remedy)
-    alone = replace(config, budget_bytes=None, max_gradient_noise=None)
+    assert config.budget_bits is not None
+    alone = replace(
+        config,
+        adaptive=False,
+        budget_bits=math.floor(config.budget_bits),
+        budget_bytes=None,
+        max_gradient_noise=None,
+    )
     default = choose_plan([GraphTensors(key, analysis, {})], alone, "", None).graphs[0]
     if found is None:
         return default

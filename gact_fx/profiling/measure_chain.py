@@ -1,0 +1,220 @@
+"""Measure what codes of one tensor do to the gradient by way of a chain to backward's coefficients.
+
+The chain is evaluated on both codes next to every element, the true ones, and what comes out is weighed by the chance
+of each: the variance of the coefficients, their bias, and whether anything that can be reached is not finite. Of large
+tensors a sample of groups is evaluated, and compared with what first order says of the same groups.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations_with_replacement
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.codec.code import WIDTHS, Code
+from gact_fx.graphs.linearity import is_pointwise
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+from gact_fx.passes.find_bends import MOVES
+from gact_fx.profiling.chains import Chain
+from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw
+
+# Widths at which chains are evaluated; between them logarithms are interpolated.
+MEASURED = (2, 4, 8)
+# Blocks, as large as the largest group, that stand for all of a tensor that has more than twice as many.
+BLOCK, SAMPLED_BLOCKS = 1024, 32
+# A sum over a sample is known to belong together where its square is so many times what independent parts would make.
+COHERENT = 3.0
+SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Added:
+    """What codes do to the gradient by way of some elements, in units of squared gradient; infinite where a value would
+    not be finite.
+
+    ``own_bias`` is the sum over elements of their squared biases, ``coherent_bias`` what the square of the sum is more
+    than that, and ``first`` what first order says of the same elements' variance.
+    """
+
+    variance: float
+    own_bias: float
+    coherent_bias: float
+    first: float
+
+
+NOT_FINITE = Added(math.inf, math.inf, math.inf, 1.0)
+
+
+def sample(numel: int) -> torch.Tensor | None:
+    """Flat positions of whole groups that stand for all, None where all do."""
+    if numel // BLOCK <= 2 * SAMPLED_BLOCKS:
+        return None
+    blocks = torch.linspace(0, numel // BLOCK - 1, SAMPLED_BLOCKS).long()
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+
+def measure_sample(
+    chain: Chain, values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor], positions: torch.Tensor
+) -> dict[Code, Added]:
+    """What codes do to the elements at ``positions``, whose ``slopes`` these are, and whether all of it is finite."""
+    x = values.reshape(-1)[positions]
+    weights = _Weights([slopes[node] for node in chain.ends])
+    own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
+    exact = _rows(chain.evaluate_at(x, positions), chain.ends)
+    found: dict[Code, Added] = {}
+    for rounding, neighbours in ROUNDINGS.items():
+        measured: dict[int, Added] = {}
+        is_finite = False
+        # What fewer bits can make of an element reaches further.
+        for bits in MEASURED:
+            is_finite = is_finite or _is_finite(chain, values, rounding, bits)
+            low, high, chances = neighbours(x, bits)
+            sides = [_rows(chain.evaluate_at(side, positions), chain.ends) - exact for side in (low, high)]
+            first = _first_order(own_weights, x, (low, high), chances)
+            added = _added([(weights, sides, chances)], first, COHERENT)
+            measured[bits] = added if is_finite else NOT_FINITE
+        found |= _all_widths(measured, rounding)
+    return found
+
+
+def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> bool:
+    """Whether whatever codes can make of any element leads to finite coefficients."""
+    low, high, _ = ROUNDINGS[rounding](values, bits)
+    return all(bool(end.isfinite().all()) for side in (low, high) for end in chain.evaluate(side).values())
+
+
+def measure_whole(
+    chain: Chain, nodes: set[fx.Node], values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor]
+) -> dict[Code, Added]:
+    """What codes do to all elements; ``nodes`` are those that follow from them."""
+    exact = chain.evaluate(values)
+    by_shape: dict[torch.Size, list[fx.Node]] = {}
+    for node, value in exact.items():
+        by_shape.setdefault(value.shape, []).append(node)
+    weights = {shape: _Weights([slopes[node] for node in ends]) for shape, ends in by_shape.items()}
+    own_weights = _Weights([own])
+    found: dict[Code, Added] = {}
+    for rounding, neighbours in ROUNDINGS.items():
+        measured = {}
+        for bits in MEASURED:
+            low, high, chances = neighbours(values, bits)
+            first = _first_order(own_weights, values, (low, high), chances)
+            carried = {
+                shape: [_carried(c, chain.start, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()
+            }
+            sides = low, high
+            if any(share is None for shares in carried.values() for share in shares):
+                # Elements mix in some coefficient: two draws stand for all, each of even chance.
+                sides = draw((low, high, chances), rounding, 0), draw((low, high, chances), rounding, 1)
+                carried = {shape: [None, None] for shape in carried}
+            moved = [chain.evaluate(side) for side in sides]
+            parts = [
+                (weights[shape], [_rows(m, ends) - _rows(exact, ends) for m in moved], carried[shape])
+                for shape, ends in by_shape.items()
+            ]
+            measured[bits] = _added(parts, first, 1.0)
+        found |= _all_widths(measured, rounding)
+    return found
+
+
+class _Weights:
+    """How much the gradient minds what happens to coefficients whose elements belong together, by probe."""
+
+    def __init__(self, slopes: Sequence[Sequence[torch.Tensor]]) -> None:
+        probes = min(map(len, slopes), default=0)
+        # By probe, coefficient and element.
+        self._slopes = [torch.stack([s[p].detach().reshape(-1).float() for s in slopes]) for p in range(probes)]
+        self._products = {
+            (a, b): sum(s[a] * s[b] for s in self._slopes) * ((1 + (a != b)) / probes)
+            for a, b in combinations_with_replacement(range(len(slopes)), 2)
+            if probes
+        }
+
+    def square(self, moved: torch.Tensor) -> torch.Tensor:
+        """By element, the mean over probes of the squared change of the gradient; ``moved`` has a row a coefficient."""
+        terms = [weight * moved[a] * moved[b] for (a, b), weight in self._products.items()]
+        return functools.reduce(torch.Tensor.add_, terms) if terms else torch.zeros_like(moved[0])
+
+    def sums(self, moved: torch.Tensor) -> list[float]:
+        """By probe, the change of the gradient along it."""
+        return [float((slope * moved).sum(dtype=torch.float64)) for slope in self._slopes]
+
+
+def _first_order(
+    own: _Weights, x: torch.Tensor, sides: Sequence[torch.Tensor], chances: Sequence[torch.Tensor]
+) -> float:
+    """The variance that codes of ``x`` add by its own derivatives."""
+    moved = ((side - x).reshape(1, -1).float() for side in sides)
+    return sum(float((c.reshape(-1) * own.square(m)).sum()) for c, m in zip(chances, moved, strict=True))
+
+
+# Coefficients of one shape, what either code does to them, and the chances of these (None: not known by element).
+Part = tuple[_Weights, Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+
+
+def _added(parts: Sequence[Part], first: float, coherent: float) -> Added:
+    """What codes add; biases whose squared sum is less than ``coherent`` times that of independent ones are such."""
+    square, own_bias, sums = 0.0, 0.0, list[float]()
+    for weights, sides, chances in parts:
+        shares: list[Any] = [0.5 if chance is None else chance.reshape(-1).float() for chance in chances]
+        for share, side in zip(shares, sides, strict=True):
+            square += float((share * weights.square(side)).sum(dtype=torch.float64))
+        if chances[0] is not None:
+            mean = shares[0] * sides[0] + shares[1] * sides[1]
+            own_bias += float(weights.square(mean).sum(dtype=torch.float64))
+            found = weights.sums(mean)
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+    # The sum over elements of one probe's bias is a single number, whose square varies much from probe to probe; the
+    # elements' own biases are the least of it that is known well, unless they cancel.
+    together = sum(x * x for x in sums) / max(len(sums), 1)
+    more = together - own_bias if together > coherent * own_bias else 0.0
+    is_finite = all(map(math.isfinite, (square, own_bias, together)))
+    is_finite = is_finite and all(bool(side.isfinite().all()) for _, sides, _ in parts for side in sides)
+    return Added(max(square - own_bias, 0.0), own_bias, more, first) if is_finite else NOT_FINITE
+
+
+def _rows(values: Mapping[fx.Node, torch.Tensor], nodes: Sequence[fx.Node]) -> torch.Tensor:
+    return torch.stack([values[node].reshape(-1).float() for node in nodes])
+
+
+def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Node]) -> torch.Tensor | None:
+    """A number for every element of ``reading`` where these elements lie in ``node``; None where they mix."""
+    found: dict[fx.Node, Any] = {reading: x}
+    for each in sorted(chain):
+        inputs = [i for i in each.all_input_nodes if i in found]
+        if each is reading or not inputs:
+            continue
+        if is_pointwise(each) and found[inputs[0]].shape == torch.Size(map(hint, each.meta["val"].shape)):
+            found[each] = found[inputs[0]]
+        elif (packet_of(each) in MOVES or each.target is getitem) and len(each.all_input_nodes) == 1:
+            args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)
+            target: Any = each.target
+            found[each] = target(*args, **kwargs)
+    return found.get(node)
+
+
+def _all_widths(measured: Mapping[int, Added], rounding: str) -> dict[Code, Added]:
+    return {Code(bits, rounding, GROUP_SIZE): _between(measured, bits) for bits in WIDTHS}
+
+
+def _between(measured: Mapping[int, Added], bits: int) -> Added:
+    """By what was measured at two widths around it, or next to it."""
+    if bits in measured:
+        return measured[bits]
+    low = max((width for width in measured if width < bits), default=MEASURED[0])
+    high = min(width for width in measured if width > low)
+    share = (bits - low) / (high - low)
+
+    def interpolated(a: float, b: float) -> float:
+        if not (a > 0 and b > 0 and math.isfinite(a) and math.isfinite(b)):
+            return max(a, b)
+        return min(math.exp((1 - share) * math.log(a) + share * math.log(b)), sys.float_info.max)
+
+    return Added(*map(interpolated, astuple(measured[low]), astuple(measured[high])))
