@@ -15,7 +15,7 @@ from gact_fx.graphs.edit import is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
-from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, straight_bases
+from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, straight_bases
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
@@ -145,7 +145,8 @@ class _Decisions:
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._masks.sole
-        return {"bends": True, "coefficients": Coefficients(names, total, read, mask_numel, retakes)}
+        stored_instead = Coefficients(names, total, read, mask_numel, retakes)
+        return {"bends": True, "is_tame": is_tame(chain, stored), "coefficients": stored_instead}
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""

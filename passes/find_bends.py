@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.edit import numel
-from gact_fx.graphs.linearity import is_affine, is_pointwise
+from gact_fx.graphs.linearity import is_affine, is_pointwise, is_total
 from gact_fx.graphs.operators import packet_of
 
 aten = torch.ops.aten
@@ -61,21 +61,44 @@ def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[objec
     return not all(_is_straight(node, chain) for node in behind)
 
 
+def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
+    """Whether no node of ``chain`` behind ``start`` has poles, or numbers for which it is not defined."""
+    return all(
+        packet_of(node) in MOVES
+        or packet_of(node) is None
+        or (is_pointwise(node) and is_total(node, [i for i in node.all_input_nodes if i in chain]))
+        for node in chain
+        if node is not start
+    )
+
+
 def straight_bases(
     chain: Collection[fx.Node], start: fx.Node, derivable: Collection[fx.Node], masks: Container[str]
 ) -> list[fx.Node]:
     """Nodes of ``chain`` that all coefficients in it follow from by affine operators: the coefficients themselves, or
     what these came from, whichever has fewer elements. Decisions, the ``masks``, are not gone behind.
     """
-    ends = [node for node in sorted(chain) if any(user not in derivable for user in node.users)]
+    ends = {_unmoved(node, chain) for node in chain if any(user not in derivable for user in node.users)}
     bases: dict[fx.Node, set[fx.Node]] = {}
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in chain]
         decides = any(i.name in masks for i in node.all_input_nodes)
         goes_on = node is not start and not decides and _is_straight(node, chain)
         bases[node] = set().union(*(bases[i] for i in inputs)) if goes_on else {node}
-    found = sorted(set().union(*(bases[node] for node in ends)))
-    return min(ends, found, key=lambda nodes: sum(map(numel, nodes)))
+    found = sorted(set[fx.Node]().union(*(bases[node] for node in ends)))
+    return min(found, sorted(ends), key=lambda nodes: sum(map(numel, nodes)))
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether ``node`` does nothing but move the elements of one tensor."""
+    inputs = node.all_input_nodes
+    return packet_of(node) in MOVES and len(inputs) == 1 and numel(node) == numel(inputs[0])
+
+
+def _unmoved(node: fx.Node, chain: Collection[fx.Node]) -> fx.Node:
+    while moves(node) and node.all_input_nodes[0] in chain:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_straight(node: fx.Node, chain: Collection[fx.Node]) -> bool:

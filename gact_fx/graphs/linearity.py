@@ -44,11 +44,20 @@ def is_affine(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
     return _combines(node, inputs, (-1.5, 2.5))
 
 
+def is_total(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
+    """Whether a pointwise node is finite whatever numbers its ``inputs`` are, as far as some numbers tell."""
+    return _is_finite(node.target, *_signature(node, inputs))
+
+
 def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, float]) -> bool:
     """Whether a combination of two inputs gives that combination of their results."""
+    return _tried(node.target, *_signature(node, inputs), factors)
+
+
+def _signature(node: fx.Node, inputs: Collection[fx.Node]) -> tuple[Any, Any]:
     slots = {i: _slot(i, index, i in inputs) for index, i in enumerate(node.all_input_nodes)}
     args, kwargs = fx.map_arg((node.args, node.kwargs), slots.__getitem__)
-    return _tried(node.target, _hashable(args), _hashable(kwargs), factors)
+    return _hashable(args), _hashable(kwargs)
 
 
 @dataclass(frozen=True)
@@ -77,25 +86,14 @@ def _hashable(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors: tuple[float, float]) -> bool:
-    slots = {x for x in tree_leaves((args, kwargs)) if isinstance(x, _Slot)}
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        ordered = sorted(slots, key=lambda slot: slot.index)
-        others = {slot: _numbers(slot, generator) for slot in ordered}
-        left, right = ({slot: _numbers(slot, generator) for slot in ordered if slot.varies} for _ in range(2))
+        slots = _slots(args, kwargs)
+        others = {slot: _numbers(slot, generator) for slot in slots}
+        left, right = ({slot: _numbers(slot, generator) for slot in slots if slot.varies} for _ in range(2))
         both = {slot: factors[0] * left[slot] + factors[1] * right[slot] for slot in left}
-
-        def call(given: dict[_Slot, Any]) -> Any:
-            values = {**others, **given}
-            filled, options = tree_map(lambda x: values[x] if isinstance(x, _Slot) else x, (args, dict(kwargs)))
-            return target(*filled, **{**options, **({"device": "cpu"} if options.get("device") is not None else {})})
-
-        try:
-            a, b, c = map(call, (left, right, both))
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            # It has no kernel for such numbers.
-            return False
-        if not all(isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() == _COUNT for x in (a, b, c)):
+        a, b, c = (_call(target, args, kwargs, {**others, **given}) for given in (left, right, both))
+        if a is None or b is None or c is None:
             return False
         precision = _TOLERANCE * torch.finfo(c.dtype).eps
         a, b, c = a.double() * factors[0], b.double() * factors[1], c.double()
@@ -103,6 +101,36 @@ def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors:
         is_finite = a.isfinite() & b.isfinite() & c.isfinite()
         is_close: torch.Tensor = (a + b - c).abs() <= precision * (a.abs() + b.abs() + c.abs())
         return int(is_finite.sum()) >= _FEWEST and bool(is_close[is_finite].all())
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_finite(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> bool:
+    with _disable_current_modes(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        values = {slot: _numbers(slot, generator) for slot in _slots(args, kwargs)}
+        for slot in values:
+            if slot.varies:
+                values[slot] = values[slot].double()
+                values[slot][0] = 0
+        found = _call(target, args, kwargs, values)
+        return found is not None and bool(found.isfinite().all())
+
+
+def _slots(args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> list[_Slot]:
+    return sorted({x for x in tree_leaves((args, kwargs)) if isinstance(x, _Slot)}, key=lambda slot: slot.index)
+
+
+def _call(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], values: dict[_Slot, Any]) -> torch.Tensor | None:
+    """The numbers that an operator gives, None where it has no kernel for these, or gives something else."""
+    filled, options = tree_map(lambda x: values[x] if isinstance(x, _Slot) else x, (args, dict(kwargs)))
+    if options.get("device") is not None:
+        options["device"] = "cpu"
+    try:
+        found = target(*filled, **options)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    is_same = isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel() == _COUNT
+    return found if is_same else None
 
 
 def _numbers(slot: _Slot, generator: torch.Generator) -> Any:

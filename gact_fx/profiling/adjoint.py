@@ -10,7 +10,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, begin, has_derivative
-from gact_fx.graphs.edit import dependents
 from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
 from gact_fx.profiling.cut_backward import Segment, cut_backward
 from gact_fx.profiling.probes import Signs
@@ -62,7 +61,7 @@ class Adjoint:
         # By tensor, the coefficients whose derivatives are kept until it is measured.
         self._waiting = {reading: set(nodes) for reading, nodes in self._coefficients.of.items()}
         self._wanted = set().union(*self._waiting.values())
-        self._tangible = dependents(step.backward.graph, lambda node: node.name in step.pair.tangents())
+        self._tangible = set(nodes) - self._coefficients.before_tangents
         self._coefficient_slopes: dict[fx.Node, Slopes] = {}
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}

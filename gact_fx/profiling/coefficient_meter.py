@@ -12,15 +12,24 @@ import torch
 from torch import fx
 
 from gact_fx.codec.code import WIDTHS, Code, step_variance
+from gact_fx.config import GROUP_SIZES
 from gact_fx.graphs.edit import is_float, numel
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.replay import Replay
-from gact_fx.passes.find_bends import dependents_within
+from gact_fx.passes.find_bends import dependents_within, moves
 from gact_fx.passes.find_masks import derivable_nodes
 from gact_fx.profiling.chains import Chain, Values, is_elementwise
-from gact_fx.profiling.measure_chain import Added, SlopesOf, measure_sample, measure_whole, sample
+from gact_fx.profiling.measure_chain import (
+    MEASURED,
+    MEASURED_OF_CODES,
+    Added,
+    SlopesOf,
+    measure_sample,
+    measure_whole,
+    sample,
+)
 from gact_fx.profiling.neighbours import GROUP_SIZE
-from gact_fx.profiling.rounding_meter import REFERENCE, RoundingMeter
+from gact_fx.profiling.rounding_meter import REFERENCE, RoundingMeter, code_bits
 from gact_fx.profiling.tape import Step
 from gact_fx.records import Sensitivity
 
@@ -47,14 +56,14 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
 @dataclass(frozen=True)
 class Bent:
     """What was measured of a tensor in which backward bends: what codes do to a ``share`` of its elements, by what they
-    are of, and the meter of its coefficients, where these may be stored.
+    are of, and the sensitivity to its coefficients, where these may be stored.
     """
 
     added: dict[str, dict[Code, Added]]
-    coefficients: RoundingMeter | None
+    coefficients: Sensitivity | None
     share: float
 
-    def result(self, first: Sensitivity, group_sizes: Sequence[int]) -> Sensitivity:
+    def result(self, first: Sensitivity) -> Sensitivity:
         """All of it; ``first`` was measured at the tensor itself."""
         found = {name: at_coefficients(first, added, self.share) for name, added in self.added.items()}
         others = {name: sensitivity for name, sensitivity in found.items() if name != "values"}
@@ -62,7 +71,7 @@ class Bent:
             of, whole = self.added["values"][REFERENCE].first, first.variances[REFERENCE]
             is_known = 0 < of < math.inf and 0 < whole < math.inf
             ratio = 1.0 if self.share == 1 else whole / of if is_known else 1 / self.share
-            others["coefficients"] = self.coefficients.result(group_sizes).scaled(ratio)
+            others["coefficients"] = self.coefficients.scaled(ratio)
         return replace(found["values"], others=others)
 
 
@@ -86,6 +95,11 @@ class CoefficientMeter:
                 assert how.coefficients is not None
                 retaken = set(how.masks) - set(how.coefficients.masks)
                 self._followers[reading]["bare"] = dependents_within(reading, self._derivable, masks - retaken)
+        # What only moves a coefficient's elements on their way to tangents counts as meeting these.
+        self.before_tangents = set(self._derivable)
+        for node in reversed(step.backward.graph.nodes):
+            if moves(node) and node.users and self.before_tangents.isdisjoint(node.users):
+                self.before_tangents.discard(node)
         self.of = {reading: self._ends(found["values"]) for reading, found in self._followers.items()}
         self._positions = {
             reading: sample(numel(reading))
@@ -116,17 +130,20 @@ class CoefficientMeter:
         if positions is not None:
             positions = positions.to(values.device)
             slopes = {node: [_picked(s, positions) for s in found] for node, found in slopes.items()}
+        bits = code_bits(reading)
+        widths = MEASURED if bits is None or bits > WIDTHS[-1] else MEASURED_OF_CODES
         added = {
-            stored: measure_sample(chain, values, slopes, own, positions)
+            stored: measure_sample(chain, values, slopes, own, positions, widths)
             if positions is not None
-            else measure_whole(chain, followers[stored], values, slopes, own)
+            else measure_whole(chain, followers[stored], values, slopes, own, widths)
             for stored, chain in chains.items()
         }
         share = 1.0 if positions is None else len(positions) / max(values.numel(), 1)
         return Bent(added, self._meter(reading, values, slopes, positions), share)
 
     def _ends(self, nodes: set[fx.Node]) -> list[fx.Node]:
-        return [n for n in sorted(nodes) if is_float(n) and any(user not in self._derivable for user in n.users)]
+        inside = self.before_tangents
+        return [n for n in sorted(nodes & inside) if is_float(n) and any(user not in inside for user in n.users)]
 
     def _chain(
         self, start: fx.Node, nodes: set[fx.Node], ends: Sequence[fx.Node], by: GraphInterpreter | None = None
@@ -138,7 +155,7 @@ class CoefficientMeter:
 
     def _meter(
         self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, positions: torch.Tensor | None
-    ) -> RoundingMeter | None:
+    ) -> Sensitivity | None:
         """What codes of the coefficients themselves would add."""
         how = self._how[reading]
         if "coefficients" not in how.other_ways():
@@ -168,7 +185,7 @@ class CoefficientMeter:
                 retain_graph=True, allow_unused=True, materialize_grads=True,
             )  # fmt: skip
             meter.add(torch.cat([slope.reshape(-1) for slope in of]))
-        return meter
+        return meter.result(GROUP_SIZES)
 
 
 def _picked(slope: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

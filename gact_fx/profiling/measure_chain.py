@@ -25,10 +25,13 @@ from gact_fx.passes.find_bends import MOVES
 from gact_fx.profiling.chains import Chain
 from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw
 
-# Widths at which chains are evaluated; between them logarithms are interpolated.
-MEASURED = (2, 4, 8)
+# Widths at which chains are evaluated, where values are exact and where they are read from 8 bits, between which they
+# say nothing. Logarithms are interpolated between them.
+MEASURED, MEASURED_OF_CODES = (2, 4, 8), (2, 4, 6)
 # Blocks, as large as the largest group, that stand for all of a tensor that has more than twice as many.
 BLOCK, SAMPLED_BLOCKS = 1024, 32
+# Elements that are looked at together.
+_CHUNK = 16 * BLOCK
 # A sum over a sample is known to belong together where its square is so many times what independent parts would make.
 COHERENT = 3.0
 SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]
@@ -61,7 +64,12 @@ def sample(numel: int) -> torch.Tensor | None:
 
 
 def measure_sample(
-    chain: Chain, values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor], positions: torch.Tensor
+    chain: Chain,
+    values: torch.Tensor,
+    slopes: SlopesOf,
+    own: Sequence[torch.Tensor],
+    positions: torch.Tensor,
+    widths: Sequence[int] = MEASURED,
 ) -> dict[Code, Added]:
     """What codes do to the elements at ``positions``, whose ``slopes`` these are, and whether all of it is finite."""
     x = values.reshape(-1)[positions]
@@ -73,7 +81,7 @@ def measure_sample(
         measured: dict[int, Added] = {}
         is_finite = False
         # What fewer bits can make of an element reaches further.
-        for bits in MEASURED:
+        for bits in widths:
             is_finite = is_finite or _is_finite(chain, values, rounding, bits)
             low, high, chances = neighbours(x, bits)
             sides = [_rows(chain.evaluate_at(side, positions), chain.ends) - exact for side in (low, high)]
@@ -86,12 +94,23 @@ def measure_sample(
 
 def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> bool:
     """Whether whatever codes can make of any element leads to finite coefficients."""
-    low, high, _ = ROUNDINGS[rounding](values, bits)
-    return all(bool(end.isfinite().all()) for side in (low, high) for end in chain.evaluate(side).values())
+    flat = values.reshape(-1)
+    for first in range(0, len(flat), _CHUNK):
+        positions = torch.arange(first, min(first + _CHUNK, len(flat)), device=flat.device)
+        low, high, _ = ROUNDINGS[rounding](flat[positions], bits)
+        ends = (chain.evaluate_at(side, positions) for side in (low, high))
+        if not all(bool(end.isfinite().all()) for found in ends for end in found.values()):
+            return False
+    return True
 
 
 def measure_whole(
-    chain: Chain, nodes: set[fx.Node], values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor]
+    chain: Chain,
+    nodes: set[fx.Node],
+    values: torch.Tensor,
+    slopes: SlopesOf,
+    own: Sequence[torch.Tensor],
+    widths: Sequence[int] = MEASURED,
 ) -> dict[Code, Added]:
     """What codes do to all elements; ``nodes`` are those that follow from them."""
     exact = chain.evaluate(values)
@@ -103,7 +122,7 @@ def measure_whole(
     found: dict[Code, Added] = {}
     for rounding, neighbours in ROUNDINGS.items():
         measured = {}
-        for bits in MEASURED:
+        for bits in widths:
             low, high, chances = neighbours(values, bits)
             first = _first_order(own_weights, values, (low, high), chances)
             carried = {
@@ -208,7 +227,7 @@ def _between(measured: Mapping[int, Added], bits: int) -> Added:
     """By what was measured at two widths around it, or next to it."""
     if bits in measured:
         return measured[bits]
-    low = max((width for width in measured if width < bits), default=MEASURED[0])
+    low = max((width for width in list(measured)[:-1] if width < bits), default=min(measured))
     high = min(width for width in measured if width > low)
     share = (bits - low) / (high - low)
 

@@ -42,7 +42,7 @@ def measure_step(
                     meter.weigh_equally()
                 found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
                 if name in measured.bent and not is_opaque:
-                    found[name] = measured.bent[name].result(found[name], sizes)
+                    found[name] = measured.bent[name].result(found[name])
                 progress(0 if is_opaque else 1)
             results.append(found)
     return results

@@ -50,15 +50,16 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
     """All that may be compressed at one width, for a step that is recorded.
 
-    Of tensors in which backward bends it is not known yet what rounding does: they are in bfloat16, or where decisions
-    may be taken from them again, exact.
+    Of tensors in which backward bends, and may have poles, it is not known yet what rounding does: they are in
+    bfloat16, or where decisions may be taken from them again, exact.
     """
     key = graph_fingerprint(analysis.saved)
     entries = []
     for tensor, how in analysis.quantized():
         decides = how.coefficients is not None and how.coefficients.retakes
-        bits = BFLOAT16_BITS if how.bends and tensor.dtype == torch.float32 else PROFILE_BITS
-        is_exact = how.bends and how.exact_allowed and (decides or bits != BFLOAT16_BITS)
+        is_delicate = how.bends and (decides or not how.is_tame)
+        bits = BFLOAT16_BITS if is_delicate and tensor.dtype == torch.float32 else PROFILE_BITS
+        is_exact = is_delicate and how.exact_allowed and (decides or bits != BFLOAT16_BITS)
         code = Code(bits, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
         entries.append(TensorPlan(tensor.key, None if is_exact else code))
     return GraphPlan(key, tuple(entries))
