@@ -63,6 +63,7 @@ class Adjoint:
         self._wanted = set().union(*self._waiting.values())
         self._tangible = set(nodes) - self._coefficients.before_tangents
         self._coefficient_slopes: dict[fx.Node, Slopes] = {}
+        self._probe = 0
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
         # Blobs are decompressed wherever a segment reads them.
@@ -140,7 +141,7 @@ class Adjoint:
             if isinstance(values[node], torch.Tensor) and values[node].requires_grad
         }
         values.clear()
-        coefficients = {node: get_gradient_edge(value) for node, value in taken.items()}
+        before = {node: list(self._coefficient_slopes.get(node, [])) for node in taken}
         taken.clear()
         ahead = {node: self._slopes.pop(node) for node in ends if node in self._slopes}
         for probe in self._probes if outputs else ():
@@ -151,10 +152,11 @@ class Adjoint:
                     parts.append(self._arrived(node, returned[node], probe))
                 slopes.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
             is_last = probe == self._probes[-1]
+            self._probe = probe
             try:
                 found = torch.autograd.grad(
                     list(outputs.values()),
-                    [*inputs.values(), *coefficients.values()],
+                    list(inputs.values()),
                     slopes,
                     retain_graph=not is_last,
                     allow_unused=True,
@@ -164,15 +166,13 @@ class Adjoint:
                     raise
                 # Some operator refuses only now; any other error comes again.
                 self._slopes.update(ahead)
+                self._coefficient_slopes.update(before)
                 return self._replay(segment, ends, doubtful=True)
             for spent in ahead.values():
                 del spent[0]
-            for node, slope in zip(inputs, found, strict=False):
+            for node, slope in zip(inputs, found, strict=True):
                 if slope is not None:
                     _add(self._slopes, node, probe, slope)
-            for node, slope in zip(coefficients, found[len(inputs) :], strict=True):
-                if slope is not None:
-                    _add(self._coefficient_slopes, node, probe, self._coefficients.kept(node, slope))
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
         """The derivative of v^T gradient with respect to an output."""
@@ -256,7 +256,12 @@ class Adjoint:
         if node not in taken:
             # It may come from an operator that has no derivative.
             taken[node] = value.view_as(value) if value.requires_grad else begin(value)
+            # Of most derivatives little is kept.
+            taken[node].register_hook(partial(self._keep_slope, node))
         return taken[node]
+
+    def _keep_slope(self, node: fx.Node, slope: torch.Tensor) -> None:
+        _add(self._coefficient_slopes, node, self._probe, self._coefficients.kept(node, slope.detach()))
 
 
 def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.Tensor) -> None:

@@ -101,8 +101,9 @@ class CoefficientMeter:
             if moves(node) and node.users and self.before_tangents.isdisjoint(node.users):
                 self.before_tangents.discard(node)
         self.of = {reading: self._ends(found["values"]) for reading, found in self._followers.items()}
+        samples = {size: sample(size) for size in set(map(numel, self.of))}
         self._positions = {
-            reading: sample(numel(reading))
+            reading: samples[numel(reading)]
             if all(is_elementwise(reading, nodes, self.of[reading]) for nodes in followers.values())
             else None
             for reading, followers in self._followers.items()
