@@ -18,14 +18,15 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class Bent(nn.Module):
     """``output(network, h)`` of a hidden layer h, whose deviation is about half of ``scale``."""
 
-    def __init__(self, output: Callable[..., Tensor], scale: float) -> None:
+    def __init__(self, output: Callable[..., Any], scale: float) -> None:
         super().__init__()
         self.l, self.o = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
         self.g, self.g2 = nn.Parameter(torch.randn(SIZE)), nn.Parameter(torch.randn(SIZE))
         self.output, self.scale = output, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(self, self.l(x) * self.scale)
+        result: Tensor = self.output(self, self.l(x) * self.scale)
+        return result
 
 
 class ConvHardswish(nn.Module):
@@ -59,7 +60,8 @@ def _ppo_loss(model: nn.Module, batch: Any) -> Tensor:
     ratio = (log_probability - old).exp()
     policy = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     clipped = before + (value - before).clamp(-0.2, 0.2)
-    return policy.mean() + torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
+    loss: Tensor = policy.mean() + torch.max((value - returns) ** 2, (clipped - returns) ** 2).mean()
+    return loss
 
 
 def _ppo_batch() -> tuple[Tensor, ...]:
@@ -72,40 +74,40 @@ def _weighed(model: nn.Module, x: Tensor) -> Tensor:
     return weighed
 
 
-def _fourier(m: Any, h: Tensor) -> Tensor:
+def _fourier(m: Any, h: Tensor) -> Any:
     return torch.cat([h.sin(), h.cos()], -1)[:, ::2] * m.g
 
 
-def _snake(m: Any, h: Tensor) -> Tensor:
+def _snake(m: Any, h: Tensor) -> Any:
     return (h + (m.g * h).sin() ** 2 / m.g) * m.g2
 
 
-def _power(m: Any, h: Tensor) -> Tensor:
+def _power(m: Any, h: Tensor) -> Any:
     h = F.relu(h) + 1e-6
     return h.pow(torch.full_like(h, -0.5)) * m.g + h * m.g2
 
 
-def _gaussian(m: Any, h: Tensor) -> Tensor:
+def _gaussian(m: Any, h: Tensor) -> Any:
     variance = F.softplus(h) + 1e-3
     return F.gaussian_nll_loss(m.o(h), torch.ones_like(h), variance, reduction="none")
 
 
-def _beta(m: Any, h: Tensor) -> Tensor:
+def _beta(m: Any, h: Tensor) -> Any:
     a, b = F.softplus(h) + 0.05, F.softplus(m.o(h)) + 0.05
     return torch.distributions.Beta(a, b, validate_args=False).log_prob(torch.full_like(h, 0.3))
 
 
-def _gamma(m: Any, h: Tensor) -> Tensor:
+def _gamma(m: Any, h: Tensor) -> Any:
     a, b = F.softplus(h) + 0.05, F.softplus(m.o(h)) + 0.05
     return torch.distributions.Gamma(a, b, validate_args=False).log_prob(torch.full_like(h, 0.7))
 
 
-def _detached(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def _detached(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda m, h: function(h.tanh().clamp(-0.999, 0.999)).detach() * h * m.g
 
 
 # name → (output, scale)
-_BENT: dict[str, tuple[Callable[..., Tensor], float]] = {
+_BENT: dict[str, tuple[Callable[..., Any], float]] = {
     "elu": (lambda m, h: F.elu(h), 3.5),
     "elu x8": (lambda m, h: F.elu(h), 14.0),
     "selu": (lambda m, h: F.selu(h), 3.5),

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class EagerRegions:
         self._owned = owned
         self._uses: dict[Hashable, Use] = {}
         # Numbers of call stacks, which take long to hash.
-        self._stacks: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        self._stacks: dict[tuple[tuple[str, int, str, int], ...], int] = {}
         # The present forward pass, and its outermost frame, which refers to it: the pass must not refer back.
         self._call: ForwardPass | None = None
         self._frame: FrameType | None = None
@@ -194,7 +194,9 @@ class EagerRegions:
         stack = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
-            stack.append((frame.f_code, frame.f_lasti))
+            code = frame.f_code
+            # Not the code itself: what Dynamo writes may have constants that cannot be hashed.
+            stack.append((code.co_filename, code.co_firstlineno, code.co_name, frame.f_lasti))
             frame = frame.f_back
         where = self._stacks.setdefault(tuple(stack), len(self._stacks))
         call.visits[where] += 1

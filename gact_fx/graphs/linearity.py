@@ -55,7 +55,7 @@ def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, 
 
 
 def _signature(node: fx.Node, inputs: Collection[fx.Node]) -> tuple[Any, Any]:
-    slots = {i: _slot(i, index, i in inputs) for index, i in enumerate(node.all_input_nodes)}
+    slots: dict[fx.Node, Any] = {i: _slot(i, at, i in inputs) for at, i in enumerate(node.all_input_nodes)}
     args, kwargs = fx.map_arg((node.args, node.kwargs), slots.__getitem__)
     return _hashable(args), _hashable(kwargs)
 

@@ -42,8 +42,14 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
     """
     variances, biases = {}, {}
     for code, variance in first.variances.items():
-        # Of bfloat16, as of the finest codes.
-        of = added.get(replace(code, group_size=GROUP_SIZE), added[Code(WIDTHS[-1], code.rounding, GROUP_SIZE)])
+        like = replace(code, group_size=GROUP_SIZE)
+        if like not in added:
+            # Of bfloat16, by how fast what the finest codes add shrinks with their bits.
+            like = replace(like, bits=WIDTHS[-1])
+            fast = _order_of_shrinking(added[replace(like, bits=WIDTHS[-1] // 2)], added[like])
+            finest = first.variances[like]
+            variance = finest * (variance / finest) ** fast if 0 < variance < finest < math.inf else variance
+        of = added[like]
         is_known = 0 < of.first < math.inf and 0 < variance < math.inf
         ratio = variance / of.first if is_known else 1 / share
         biases[code] = ratio * (of.own_bias + ratio * of.coherent_bias)
@@ -51,6 +57,14 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
     known = [bits for bits in (REFERENCE.bits, WIDTHS[-1]) if variances[replace(REFERENCE, bits=bits)] < math.inf]
     value = variances[replace(REFERENCE, bits=known[0])] / step_variance(known[0]) if known else math.inf
     return Sensitivity(value, variances, {}, biases)
+
+
+def _order_of_shrinking(coarse: Added, fine: Added) -> float:
+    """How much faster what codes add shrinks than first order says: 1 where backward is smooth, a half where it jumps."""
+    added, first = (coarse.variance, fine.variance), (coarse.first, fine.first)
+    if not all(a > b > 0 and math.isfinite(a) for a, b in (added, first)):
+        return 1.0
+    return min(max(math.log(added[0] / added[1]) / math.log(first[0] / first[1]), 0.0), 1.0)
 
 
 @dataclass(frozen=True)

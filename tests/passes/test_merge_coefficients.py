@@ -1,0 +1,96 @@
+"""What backward does to a gradient, element by element, becomes one coefficient where it bends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Trace, run_pass
+from torch import fx, nn
+from torch.nn import functional as F
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.linearity import is_affine, is_linear, is_total
+
+WEIGHT = nn.Parameter(torch.randn(64, 64))
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "elu": F.elu,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "huber": lambda y: F.huber_loss(y, torch.zeros_like(y), delta=0.3, reduction="none"),
+    "dropout of gelu": lambda y: F.gelu(y) * (y.detach() > 0.1),
+}
+
+
+def merged(pair: GraphPair) -> list[str]:
+    return [node.name for node in pair.backward.graph.nodes if node.name.endswith("_merged")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_gradient_stays_what_it_was(trace: Trace, name: str) -> None:
+    function = FUNCTIONS[name]
+    x, tangent = torch.randn(32, 64) * 3, torch.randn(32, 64)
+    pairs = [trace(lambda x: function(x @ WEIGHT), x), trace(lambda x: function(x @ WEIGHT), x)]
+    run_pass("merge_coefficients", pairs[1])
+    assert merged(pairs[1]) and not merged(pairs[0])
+    results = []
+    for pair in pairs:
+        outputs = pair.forward(*_inputs(pair, x))
+        saved = outputs[pair.num_user_outputs :]
+        results.append([g for g in pair.backward(*saved, tangent) if g is not None])
+    for found, exact in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def _inputs(pair: GraphPair, x: torch.Tensor) -> list[torch.Tensor]:
+    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    return [x if tuple(node.meta["val"].shape) == x.shape else WEIGHT.detach() for node in inputs]
+
+
+def test_one_decision_beside_values_is_left_to_itself(trace: Trace) -> None:
+    """It costs one bit, or nothing where codes can tell it."""
+    pair = trace(lambda x: (x @ WEIGHT).relu().square().sum(), torch.randn(32, 64))
+    run_pass("expose_decisions", pair)
+    run_pass("merge_coefficients", pair)
+    assert not merged(pair)
+
+
+def node(target: Any, *args: object) -> tuple[fx.Node, list[fx.Node]]:
+    """A call of ``target``, where "x" is a tensor that varies and "y" another."""
+    graph = fx.Graph()
+    names = {name: graph.placeholder(name) for name in ("x", "y", "mask")}
+    for name, placeholder in names.items():
+        placeholder.meta["val"] = torch.empty(4, 4, dtype=torch.bool if name == "mask" else torch.float32)
+    given: tuple[Any, ...] = tuple(names.get(a, a) if isinstance(a, str) else a for a in args)
+    call = graph.call_function(target, given)
+    return call, [names["x"]]
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("call", "linear", "affine"),
+    [
+        (node(aten.mul.Tensor, "x", "y"), True, True),
+        (node(aten.div.Tensor, "x", "y"), True, True),
+        (node(aten.div.Tensor, "y", "x"), False, False),
+        (node(aten.add.Tensor, "x", "y"), False, True),
+        (node(aten.mul.Tensor, "x", "x"), False, False),
+        (node(aten.where.self, "mask", "x", "y"), False, True),
+        (node(aten.relu.default, "x"), False, False),
+        (node(aten.clamp.default, "x", -50.0, 50.0), False, False),
+        (node(aten.elu_backward.default, "x", 1.0, 1.0, 1.0, False, "y"), True, True),
+        (node(aten.pow.Tensor_Scalar, "x", 1), True, True),
+        (node(aten.pow.Tensor_Scalar, "x", 1.5), False, False),
+    ],
+)
+def test_linearity_is_found_out_by_numbers(call: tuple[fx.Node, list[fx.Node]], linear: bool, affine: bool) -> None:
+    assert is_linear(*call) is linear
+    assert is_affine(*call) is affine
+
+
+def test_poles_are_found_out_by_numbers() -> None:
+    assert is_total(*node(aten.tanh.default, "x")) and is_total(*node(aten.exp.default, "x"))
+    for target in (aten.log.default, aten.sqrt.default, aten.reciprocal.default, aten.asin.default):
+        assert not is_total(*node(target, "x"))
