@@ -60,7 +60,7 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
 
 
 def _order_of_shrinking(coarse: Added, fine: Added) -> float:
-    """How much faster what codes add shrinks than first order says: 1 where backward is smooth, a half where it jumps."""
+    """The power of the first-order variance by which what codes add shrinks: 1 where backward is smooth, less at jumps."""
     added, first = (coarse.variance, fine.variance), (coarse.first, fine.first)
     if not all(a > b > 0 and math.isfinite(a) for a, b in (added, first)):
         return 1.0
