@@ -60,7 +60,7 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
 
 
 def _order_of_shrinking(coarse: Added, fine: Added) -> float:
-    """The power of the first-order variance by which what codes add shrinks: 1 where backward is smooth, less at jumps."""
+    """The power of first order by which what codes add shrinks: 1 where backward is smooth, less where it jumps."""
     added, first = (coarse.variance, fine.variance), (coarse.first, fine.first)
     if not all(a > b > 0 and math.isfinite(a) for a, b in (added, first)):
         return 1.0
