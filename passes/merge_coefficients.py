@@ -34,12 +34,15 @@ def merge_coefficients(pair: GraphPair, context: Context) -> None:
     depends = dependents(graph, lambda node: node.name in tangents)
     varies = varying(pair)
     regions = _find_regions(list(graph.nodes), depends, varies)
+    merged: dict[fx.Node, fx.Node] = {}
     for end in [node for node in graph.nodes if node in regions]:
         inner = _between(regions[end], end, regions)
         factors = {i for node in inner for i in node.all_input_nodes if i not in depends}
         is_large = max(map(numel, factors), default=0) >= context.config.min_elements
         if is_large and _leaves(end, regions) and _is_worth_it(factors, inner, varies):
-            _merge(regions[end], end, inner)
+            # The region may begin at the end of one that is merged already, and then reads the product.
+            merged[end] = _merge(merged.get(regions[end], regions[end]), end, inner)
+            depends.add(merged[end])
 
 
 def varying(pair: GraphPair) -> frozenset[fx.Node]:
@@ -129,7 +132,8 @@ def _is_worth_it(factors: Collection[fx.Node], inner: Sequence[fx.Node], varies:
     return len(decisions) > 1 or any(bends(dependents_within(source, within), source) for source in sources)
 
 
-def _merge(root: fx.Node, end: fx.Node, inner: Sequence[fx.Node]) -> None:
+def _merge(root: fx.Node, end: fx.Node, inner: Sequence[fx.Node]) -> fx.Node:
+    """The node that backward reads for ``end`` from then on."""
     graph, value = end.graph, end.meta["val"]
     with graph.inserting_before(end):
         copies = {root: add_full(graph, [1] * root.meta["val"].dim(), 1.0, root.meta["val"])}
@@ -138,8 +142,10 @@ def _merge(root: fx.Node, end: fx.Node, inner: Sequence[fx.Node]) -> None:
         merged = add_call(graph, aten.mul.Tensor, (root, copies[end]), f"{end.name}_merged")
         if merged.meta["val"].dtype != value.dtype:
             merged = add_call(graph, convert, (merged, value.dtype), f"{end.name}_cast")
-    if have_same_shape(merged.meta["val"], value) and _strides(merged) == _strides(end):
-        end.replace_all_uses_with(merged)
+    if not have_same_shape(merged.meta["val"], value) or _strides(merged) != _strides(end):
+        return end
+    end.replace_all_uses_with(merged)
+    return merged
 
 
 def _copy(node: fx.Node, replaced: Callable[[fx.Node], fx.Node]) -> fx.Node:

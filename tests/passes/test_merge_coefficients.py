@@ -19,6 +19,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hardswish": F.hardswish,
     "huber": lambda y: F.huber_loss(y, torch.zeros_like(y), delta=0.3, reduction="none"),
     "dropout of gelu": lambda y: F.gelu(y) * (y.detach() > 0.1),
+    # What the second one's derivative gives is read twice: the first one's region begins where the second one's ends.
+    "regions in a chain": lambda y: F.softplus(y).mul(torch.linspace(-1, 1, 64)) + F.elu(F.softplus(y)),
+    "a remainder": lambda y: (lambda r: r.tanh() + r * WEIGHT[:32].detach())(torch.remainder(y.flip(0), y)),
 }
 
 
@@ -39,7 +42,7 @@ def test_the_gradient_stays_what_it_was(trace: Trace, name: str) -> None:
         saved = outputs[pair.num_user_outputs :]
         results.append([g for g in pair.backward(*saved, tangent) if g is not None])
     for found, exact in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, exact)
+        assert (found - exact).norm() < 1e-5 * exact.norm()
 
 
 def _inputs(pair: GraphPair, x: torch.Tensor) -> list[torch.Tensor]:
