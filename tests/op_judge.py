@@ -74,15 +74,34 @@ def samples(op: Any) -> Iterator[tuple[list[Any], Any]]:
 
 
 def judge(operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: int) -> Verdict:
-    """Train two steps at ``bits``, of which the first is profiled, and compare the second one's gradient."""
+    """``judge_module`` of the operator on the tensors in ``leaves``."""
     model = Through(operator, leaves, spec)
     varied = [x for x in leaves if _is_varied(x)]
-    reference, precise = copy.deepcopy(model), copy.deepcopy(model).double()
+    precise = copy.deepcopy(model).double()
     # A copy has a marker of its own.
-    reference.constants, precise.constants = model.constants, [_double(x) for x in model.constants]
+    precise.constants = [_double(x) for x in model.constants]
+    # Of few elements, few probes say little.
+    return judge_module(model, varied, bits, precise=precise, min_elements=LEAST, group_size=64, profile_draws=16)
+
+
+def judge_module(
+    model: nn.Module,
+    varied: Sequence[torch.Tensor],
+    bits: int,
+    *,
+    precise: nn.Module | None = None,
+    inner: str = "eager",
+    seed: int | None = None,
+    **options: Any,
+) -> Verdict:
+    """Train two steps at ``bits``, of which the first is profiled, and compare the second one's gradient to eager's.
+
+    ``precise`` is the model in float64, where a copy in float64 does not do. ``seed`` is set before every step.
+    """
+    precise = copy.deepcopy(model).double() if precise is None else precise
     try:
-        exact, again = _gradient(reference, varied), _gradient(reference, varied)
-        wide = _gradient(precise, [x.double() for x in varied])
+        exact, again = _gradient(model, varied, seed), _gradient(model, varied, seed)
+        wide = _gradient(precise, [x.double() for x in varied], seed)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError) as refused:
         return Verdict("untraced", detail=f"eager: {str(refused)[:80]}")
     norm = float(exact.norm())
@@ -91,11 +110,10 @@ def judge(operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: 
     if float((exact.double() - wide).norm()) > 1e-3 * norm:
         return Verdict("unstable", detail="float32 itself")
     torch._dynamo.reset()
-    # Of few elements, few probes say little.
-    gact_fx.compile(model, budget_bits=bits, min_elements=LEAST, inner="eager", group_size=64, profile_draws=16)
+    gact_fx.compile(model, budget_bits=bits, inner=inner, **options)
     try:
-        _gradient(model, varied)
-        gradient = _gradient(model, varied)
+        _gradient(model, varied, seed)
+        gradient = _gradient(model, varied, seed)
     except torch._dynamo.exc.TorchDynamoException as failed:
         return Verdict("error", detail=str(failed)[:300])
     plan = gact_fx.inspect(model).plan
@@ -113,8 +131,10 @@ def judge(operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: 
     return Verdict("right" if error <= limit else "wrong", error, predicted)
 
 
-def _gradient(model: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _gradient(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int | None = None) -> torch.Tensor:
     model.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
     model(*inputs).backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 

@@ -13,8 +13,12 @@ from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operators import name_of
 from gact_fx.graphs.trees import tree_leaves, tree_map
 
-# Operators that make a float tensor from the shape of another, and rightly have no derivative.
-_SHAPE_ONLY = ("full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_full", "new_ones", "new_empty")
+# Operators that take no more than the shape of a tensor (copy: of the one that is written to), and rightly have no
+# derivative by it.
+_SHAPE_ONLY = (
+    "full_like", "zeros_like", "ones_like", "empty_like",
+    "new_zeros", "new_full", "new_ones", "new_empty", "new_empty_strided", "copy",
+)  # fmt: skip
 
 
 class DifferentiableInterpreter(GraphInterpreter):

@@ -23,9 +23,9 @@ class GraphInterpreter(fx.Interpreter):
     ignore the seed and draw anew), so that forward and a backward that draws them again agree. They are not the same
     numbers as those of the compiled code.
 
-    With ``differentiable`` autograd can go through what is run: casts and fused attention on the CPU, which have no
-    second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the saved
-    mean and deviation are functions of the input, but they are inputs of their own.
+    With ``differentiable`` autograd can go through what is run: casts, copies and fused attention on the CPU, which
+    have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the
+    saved mean and deviation are functions of the input, but they are inputs of their own.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
@@ -128,6 +128,8 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.cudnn_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "prims.convert_element_type.default": Tensor.to,
+    # What an operator that writes in place has become; the values written alone matter.
+    "aten.copy.default": lambda to, source, non_blocking=False: source.expand_as(to).to(to.dtype),
     # In a backward graph it is there for the bookkeeping of the first derivative.
     "aten.detach.default": lambda x: x,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,

@@ -43,7 +43,8 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
         [replace(c, nbytes=graph.runs * c.nbytes, variance=graph.runs * c.variance) for c in menu]
         for (graph, _, _), menu in zip(tensors, listed, strict=True)
     ]
-    numel = sum(graph.runs * tensor.numel for graph, tensor, _ in tensors)
+    # What nothing but exact will do for is not compressed, and takes nothing from the others' bits.
+    numel = sum(graph.runs * t.numel for (graph, t, _), menu in zip(tensors, menus, strict=True) if _has_codes(menu))
     chosen = _choose(menus, graphs, config, minibatch_variance, numel)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     for (graph, tensor, _), item, choice in zip(tensors, items, chosen, strict=True):
@@ -103,7 +104,12 @@ def _choose(
                 "backward; use recompute='full', a smaller batch, or a larger budget", config.budget_bytes, least,
             )  # fmt: skip
         return allocate_bits(menus, config.budget_bytes - fixed)
-    return allocate_bits(menus, config.budget_bits / 8 * numel)
+    exact = sum(menu[0].nbytes for menu in menus if not _has_codes(menu))
+    return allocate_bits(menus, config.budget_bits / 8 * numel + exact)
+
+
+def _has_codes(menu: Menu) -> bool:
+    return any(choice.code is not None for choice in menu)
 
 
 def _fixed(menu: Menu, bits: int) -> Choice:
@@ -125,8 +131,9 @@ def _fixed(menu: Menu, bits: int) -> Choice:
 def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
     if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
         return
-    nbytes = sum(choice.nbytes for choice in fewest_bytes(menus, NOISE_LIMIT * minibatch_variance))
-    bits = math.ceil(800 * nbytes / numel) / 100
+    chosen = fewest_bytes(menus, NOISE_LIMIT * minibatch_variance)
+    nbytes = sum(choice.nbytes for choice, menu in zip(chosen, menus, strict=True) if _has_codes(menu))
+    bits = math.ceil(800 * nbytes / max(numel, 1)) / 100
     log.warning(
         "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
         100 * variance / minibatch_variance,

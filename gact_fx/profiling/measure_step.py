@@ -1,6 +1,7 @@
 """Sensitivities of one recorded training step: adjoint passes, with Algorithm 1 where those cannot go."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,13 +35,17 @@ def measure_step(
             draws = config.profile_draws if config.sensitivity == "empirical" else 1
             empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
         results = []
-        for measured, slopes in zip(adjoint, empirical, strict=True):
+        for step, measured, slopes in zip(steps, adjoint, empirical, strict=True):
+            has_poles = {how.name for _, how in step.analysis.quantized() if how.bends and not how.is_tame}
             found = {}
             for name, meter in measured.meters.items():
                 is_opaque = name in measured.opaque
                 if is_opaque:
                     meter.weigh_equally()
                 found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
+                if is_opaque and name in has_poles:
+                    # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
+                    found[name] = Sensitivity(math.inf, dict.fromkeys(found[name].variances, math.inf))
                 if name in measured.bent and not is_opaque:
                     found[name] = measured.bent[name].result(found[name])
                 progress(0 if is_opaque else 1)

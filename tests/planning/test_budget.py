@@ -208,6 +208,20 @@ def test_not_adaptive_is_one_width() -> None:
     assert found == [Code(6, "stochastic", 256), *[Code(3, "stochastic", 256)] * 3]
 
 
+def test_what_has_to_be_exact_takes_no_bits_from_the_others() -> None:
+    of = graph(10.0, 100.0, 1000.0, exact=True)
+    (first, *others), (exact, *tensors) = of.analysis.encodings, of.analysis.saved
+    assert isinstance(first, Quantize)
+    nowhere = Sensitivity(math.inf, dict.fromkeys(of.sensitivities[exact.key].variances, math.inf))
+    bent = GraphAnalysis(of.analysis.saved, (replace(first, bends=True), *others))
+    with_exact = replace(of, analysis=bent, sensitivities={**of.sensitivities, exact.key: nowhere})
+    alone = replace(of, analysis=GraphAnalysis(tuple(tensors), tuple(others)))
+    plans = [choose_plan([each], Config(budget_bits=4, **OPTIONS), "", None) for each in (with_exact, alone)]
+    entries = [plan.graphs[0].entries() for plan in plans]
+    assert entries[0].pop(exact.key).code is None
+    assert {key: e.bits for key, e in entries[0].items()} == {key: e.bits for key, e in entries[1].items()}
+
+
 def test_two_graphs_share_one_budget() -> None:
     calm, wild = graph(1.0, 1.0), replace(graph(1e6, 1e6), fingerprint="wild")
     plan = choose_plan([calm, wild], Config(budget_bits=4.0, **OPTIONS), "m", None)

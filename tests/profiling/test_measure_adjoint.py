@@ -164,6 +164,19 @@ def test_the_statistics_of_normalisation_stay_as_they_were_saved(name: str, inne
         assert found[key] == pytest.approx(value, rel=0.3), key
 
 
+def test_writing_in_place_has_a_derivative() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        hidden = x @ weight
+        written = hidden.clone()
+        written[::2] = hidden[1::2].sin()
+        return (written.tanh() @ weight).sum()
+
+    ((meters, opaque),) = measured(record(model, torch.randn(32, 64)), probes=2)
+    assert meters and not opaque
+
+
 def test_dynamic_shapes() -> None:
     first, second, x = nn.Linear(48, 64), nn.Linear(64, 64), torch.randn(96, 48)
     torch._dynamo.mark_dynamic(x, 0)
