@@ -1,6 +1,7 @@
 """Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import channels_last_nodes
-from gact_fx.graphs.edit import is_float, numel
+from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
@@ -26,6 +27,7 @@ from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that follow from it take as much memory as it does"
+_STUCK = "backward may have a pole in it, and decides by it and others, for which these would have to be exact"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6
@@ -37,8 +39,14 @@ _PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
     """The encoding of every saved tensor."""
     config, saved = context.config, context.saved
-    decisions = _Decisions(pair, saved, config)
-    encodings = [decisions.encoding(tensor) for tensor in saved]
+    refused: dict[str, str] = {}
+    while True:
+        decisions = _Decisions(pair, saved, config, refused)
+        encodings = [decisions.encoding(tensor) for tensor in saved]
+        stuck = {how.name: _STUCK for how in encodings if isinstance(how, Quantize) and how.may_have_no_code}
+        if not stuck:
+            break
+        refused.update(stuck)
     shared = {how.of for how in encodings if isinstance(how, Alias)}
     encodings = _standardized(pair, encodings, shared, decisions.read)
     # Views of the same codes would read NaN.
@@ -48,12 +56,14 @@ def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
 class _Decisions:
     """What the analyses say of all saved tensors together; `encoding` says what follows for one of them."""
 
-    def __init__(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> None:
+    def __init__(
+        self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config, refused: Mapping[str, str]
+    ) -> None:
         self._values = {value.name: value for value in pair.saved_values()}
         ranges = {t.name: _index_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
-        refused = find_refusals(pair, saved, min_elements=config.min_elements)
+        refused = find_refusals(pair, saved, min_elements=config.min_elements) | refused
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
         self._mask_numel = _mask_numel(self._masks, self._nodes)
@@ -61,6 +71,7 @@ class _Decisions:
         self.aliases = _aliases(saved, self._reasons, self._masks)
         instead = self._substitutes.instead.values()
         self.read = values_read(pair, frozenset({*self._masks.hosts, *instead}))
+        self._sole = self._find_sole({t.name for t in saved if t.owner not in ("nobody", "output")})
         # Inputs and results lie in memory as they were traced.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
         self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
@@ -87,6 +98,16 @@ class _Decisions:
             if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
                 return masks, substitutes
             self._reasons.update(refused)
+
+    def _find_sole(self, held: AbstractSet[str]) -> frozenset[str]:
+        """The masks that backward can take from their host again: it has all else that they follow from.
+
+        ``held`` are the saved tensors that somebody else holds.
+        """
+        there = self.read | held
+        found = {mask: ancestors([self._nodes[mask]]) for mask in self._masks.sole}
+        inputs = {mask: {node.name for node in nodes if node.op == "placeholder"} for mask, nodes in found.items()}
+        return frozenset(mask for mask, names in inputs.items() if names <= there | {self._masks.hosts[mask]})
 
     def encoding(self, tensor: SavedTensor) -> Encoding:
         """How ``tensor`` is stored; asked for all tensors in their order."""
@@ -115,7 +136,7 @@ class _Decisions:
         min_bits = CURVED_BITS if name in self._substitutes.curved else 1
         options: dict[str, Any] = {
             "min_bits": min_bits,
-            "exact_allowed": self._masks.sole.issuperset(own),
+            "exact_allowed": self._sole.issuperset(own),
             **self._bends(tensor, self._nodes[instead or name], own),
         }
         if not instead:
@@ -144,7 +165,7 @@ class _Decisions:
         mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
-        retakes = bool(retaken) and retaken <= within & self._masks.sole
+        retakes = bool(retaken) and retaken <= within & self._sole
         stored_instead = Coefficients(names, total, read, mask_numel, retakes)
         return {"bends": True, "is_tame": is_tame(chain, stored), "coefficients": stored_instead}
 

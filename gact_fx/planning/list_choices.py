@@ -65,10 +65,13 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.exact_allowed:
         choices.append(Choice(None, tensor.nbytes if how.instead else tensor.storage_nbytes, 0.0))
-    # What cannot be exact gets the widest code, whatever that does.
-    widest = Code(WIDTHS[-1])
-    forced = Choice(widest, widest.nbytes(tensor.numel, tensor.dtype, how.mask_numel), 0.0)
-    return [choice for choice in choices if choice.variance < math.inf] or [forced]
+    finite = [choice for choice in choices if choice.variance < math.inf]
+    if finite:
+        return finite
+    # What cannot be exact gets the widest code, of coefficients where these may be stored: codes of them are sound.
+    widest, stored = Code(WIDTHS[-1]), "coefficients" if "coefficients" in how.other_ways() else "values"
+    nbytes = how.nbytes(tensor, TensorPlan(tensor.key, widest, stored=stored))
+    return [Choice(widest, nbytes or 0, 0.0, stored=stored)]
 
 
 def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
@@ -108,11 +111,12 @@ def _measured_variance(
     code: Code, measured: Sensitivity | None, sensitivity: float, merged: bool = False
 ) -> float | None:
     """The variance of ``code``, scaled to ``sensitivity`` where that is more than was measured; None if not known."""
-    if measured is None or measured.value <= 0:
+    known = None if measured is None else measured.variance(code, merged=merged)
+    if measured is None or known is None:
         return None
-    known = measured.variance(code, merged=merged)
-    if known is None:
-        return None
+    if not math.isfinite(known) or measured.value <= 0:
+        # What moves the gradient by nothing, as measured, may have a pole all the same.
+        return None if math.isfinite(known) else known
     bias = 0.0 if merged else (BIAS_WEIGHT - 1) * measured.squared_bias(code)
     return (known + bias) * (max(sensitivity / measured.value, 1.0) if measured.value < math.inf else 1.0)
 
