@@ -7,8 +7,8 @@ from random_programs import NAMES, Step, judge_program, steps_of, text
 
 STEP = st.tuples(st.integers(0, len(NAMES) - 1), st.integers(0, 59), st.integers(0, 59))
 FINE = ("right", "unstable")
-# Found wrong once: a power whose base codes made negative, behind a write in place (1022), where nothing moved the gradient
-# (2564, 2567), or where its decisions took other tensors (2287); a decision that read what was dropped (2304).
+# Found wrong once: a power whose base codes made negative, behind a write in place (1022), where nothing moves the
+# gradient (2564, 2567), or where its decisions take other tensors (2287); a decision that read what was dropped (2304).
 FOUND = (1022, 2304, 2564, 2567)
 
 

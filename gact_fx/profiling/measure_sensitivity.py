@@ -44,21 +44,23 @@ def measure_sensitivity(
         found = {}
         for name, differences in probe.perturbed_gradients(draws, None if only is None else only[index]):
             squares = sum(_squared_norm(index, difference, probes) for difference in differences)
-            found[name] = 0.5 * squares / draws / step_variance(REFERENCE.bits)
+            # Two draws are twice as far apart as one is from the exact values.
+            found[name] = squares / (1 + probe.is_rounded(name)) / draws / step_variance(REFERENCE.bits)
             progress(1)
         results.append(found)
     return results
 
 
 class _Probe:
-    """One step with all its eligible tensors quantized."""
+    """One step with all its eligible tensors quantized, but for those that have poles."""
 
     def __init__(self, step: Step, seed: int) -> None:
         self.step = step
         self._seed = seed
         self.replay = Replay(step.backward, step.arguments)
         # The codes stay in memory, the values that they stand for only while backward needs them.
-        self._given = {name: self._codes(name, 0) for name in step.readings}
+        rounded = (name for name, tensor in step.readings.items() if tensor not in step.with_poles)
+        self._given = {name: self._codes(name, 0) for name in rounded}
 
     def perturbed_gradients(self, draws: int, only: frozenset[str] | None) -> Iterator[tuple[str, list[list[Any]]]]:
         """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
@@ -69,6 +71,10 @@ class _Probe:
         for name, resume in self.replay.forks(self._given, list(names)):
             changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
             yield names[name], [_difference(outputs, base) for outputs in changed]
+
+    def is_rounded(self, tensor: str) -> bool:
+        """Whether the tensor is, where it is not perturbed."""
+        return tensor not in self.step.with_poles
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
         """Backward's outputs for these tangents and zeros for all others."""

@@ -28,22 +28,21 @@ def measure_step(
             adjoint = [Measured(_equal_meters(step), {}, frozenset(step.readings.values())) for step in steps]
         else:
             adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
-        slow = [measured.opaque for measured in adjoint]
+        slow = [measured.opaque | _unknown(measured) for measured in adjoint]
         empirical: list[dict[str, float]] = [{} for _ in steps]
         if any(slow):
             # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
             draws = config.profile_draws if config.sensitivity == "empirical" else 1
             empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
         results = []
-        for step, measured, slopes in zip(steps, adjoint, empirical, strict=True):
-            has_poles = {how.name for _, how in step.analysis.quantized() if how.bends and not how.is_tame}
+        for step, measured, opaque, slopes in zip(steps, adjoint, slow, empirical, strict=True):
             found = {}
             for name, meter in measured.meters.items():
-                is_opaque = name in measured.opaque
+                is_opaque = name in opaque
                 if is_opaque:
                     meter.weigh_equally()
                 found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
-                if is_opaque and name in has_poles:
+                if is_opaque and name in step.with_poles:
                     # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
                     found[name] = Sensitivity(math.inf, dict.fromkeys(found[name].variances, math.inf))
                 if name in measured.bent and not is_opaque:
@@ -51,6 +50,10 @@ def measure_step(
                 progress(0 if is_opaque else 1)
             results.append(found)
     return results
+
+
+def _unknown(measured: Measured) -> frozenset[str]:
+    return frozenset(n for n, meter in measured.meters.items() if meter.is_unknown and n not in measured.bent)
 
 
 def _equal_meters(step: Step) -> dict[str, RoundingMeter]:

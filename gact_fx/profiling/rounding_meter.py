@@ -85,6 +85,11 @@ class RoundingMeter:
     def _each(self) -> "list[_Weighed]":
         return [weighed for weighed in (self._all, self._passed) if weighed is not None]
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether derivatives were not numbers, as those of what a mask stops may be (0 times infinity)."""
+        return self._all.is_unknown
+
     def result(self, group_sizes: Sequence[int], value: float | None = None) -> Sensitivity:
         """What codes of every width, rounding and group size add.
 
@@ -162,6 +167,10 @@ class _Weighed:
         cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
         self._weights += cells.sum(1)
         self._block_weights += cells.view(-1, _BLOCK)[self._sampled]
+
+    @property
+    def is_unknown(self) -> bool:
+        return bool(self._weights.isnan().any())
 
     def scale(self, factor: float) -> None:
         self._weights *= factor

@@ -68,6 +68,11 @@ class Step:
         return found
 
     @property
+    def with_poles(self) -> frozenset[str]:
+        """Names of the tensors of which some values lead to what is not finite, for all that is known."""
+        return frozenset(how.name for _, how in self.analysis.quantized() if how.bends and not how.is_tame)
+
+    @property
     def is_finite(self) -> bool:
         """Whether the tangents are free of NaN and infinity."""
         placeholders = self.backward.graph.find_nodes(op="placeholder")
