@@ -23,7 +23,7 @@ class TensorPlan:
     ``c_l / (2^bits - 1)^2`` to the variance of the gradient. None where it was not measured.
     ``merged``: the codes tell one of the tensor's masks as well. ``stored``: they are codes of its "values", of its
     values "bare" of the masks that backward can take from them again, or of the "coefficients" that backward makes of
-    them.
+    them. ``excess``: codes of its values, tried together with all others, added so many times what was measured of it.
     """
 
     key: str
@@ -31,6 +31,7 @@ class TensorPlan:
     sensitivity: float | None = None
     merged: bool = False
     stored: str = "values"
+    excess: float = 1.0
 
     def __post_init__(self) -> None:
         if self.code is not None:
@@ -45,14 +46,15 @@ class TensorPlan:
         """The entry as it is saved."""
         code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
         return {
-            "key": self.key, **code, "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored
+            "key": self.key, **code,
+            "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored, "excess": self.excess,
         }  # fmt: skip
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
         code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
-        stored = data["merged"], data.get("stored", "values")
+        stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0)
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 
 

@@ -97,6 +97,18 @@ class Sensitivity:
         """So many times as much; for those that have nothing but variances."""
         return Sensitivity(factor * self.value, {code: factor * v for code, v in self.variances.items()})
 
+    def exceeding(self, factor: float) -> "Sensitivity":
+        """So many times as much for codes of the values; what backward is linear in is as it was measured."""
+
+        def times(found: Mapping[Code, float]) -> dict[Code, float]:
+            return {code: factor * v if factor < math.inf else factor for code, v in found.items()}
+
+        if factor == 1:
+            return self
+        others = {way: s if way == "coefficients" else s.exceeding(factor) for way, s in self.others.items()}
+        value = factor * self.value if factor < math.inf else factor
+        return Sensitivity(value, times(self.variances), times(self.merged), times(self.squared_biases), others)
+
     @classmethod
     def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
         """The mean over sample batches."""

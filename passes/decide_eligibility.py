@@ -43,7 +43,7 @@ def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
     while True:
         decisions = _Decisions(pair, saved, config, refused)
         encodings = [decisions.encoding(tensor) for tensor in saved]
-        stuck = {how.name: _STUCK for how in encodings if isinstance(how, Quantize) and how.may_have_no_code}
+        stuck = {how.name: _STUCK for how in encodings if isinstance(how, Quantize) and _is_stuck(how)}
         if not stuck:
             break
         refused.update(stuck)
@@ -175,6 +175,12 @@ class _Decisions:
             return how
         value = self._values[how.name]
         return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))
+
+
+def _is_stuck(how: Quantize) -> bool:
+    """Whether every code may lead to a pole, and nothing sound can take its place."""
+    has_poles = how.bends and not how.is_tame
+    return has_poles and not how.exact_allowed and "coefficients" not in how.other_ways()
 
 
 def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], read: frozenset[str]) -> list[Encoding]:

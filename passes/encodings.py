@@ -164,12 +164,6 @@ class Quantize(Encoding):
     label = "quantize"
 
     @property
-    def may_have_no_code(self) -> bool:
-        """Whether every code may lead to a pole, and nothing sound can take its place."""
-        has_poles = self.bends and not self.is_tame
-        return has_poles and not self.exact_allowed and not (self.coefficients and self.coefficients.nodes)
-
-    @property
     def merges_losslessly(self) -> bool:
         """Whether what the merged mask stops is 0."""
         return self.standardization is None

@@ -64,6 +64,8 @@ def graph_rows(
             reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:
             reasons.append("moved to host memory")
+        if entry is not None and entry.excess > 1:
+            reasons.append(f"its codes and others' together do {entry.excess:.2g} times what was predicted")
         reason = ", ".join(filter(None, reasons))
         if isinstance(how, Quantize) and entry is not None and code is not None and how.masks:
             reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
@@ -23,16 +23,26 @@ WORTHWHILE = 0.95
 
 @dataclass(frozen=True)
 class GraphTensors:
-    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step."""
+    """One graph's tensors, what was measured about them, by key, and how often the graph runs in a step.
+
+    ``excess`` and ``correction`` are those of `GraphProfile`; the sensitivities have the excess in them.
+    """
 
     fingerprint: str
     analysis: GraphAnalysis
     sensitivities: Mapping[str, Sensitivity]
     runs: int = 1
+    excess: Mapping[str, float] = field(default_factory=dict)
+    correction: float = 1.0
 
 
-def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None) -> Plan:
-    """Widths, roundings and group sizes for all tensors of all graphs under one budget."""
+def choose_plan(
+    graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None, *, warns: bool = True
+) -> Plan:
+    """Widths, roundings and group sizes for all tensors of all graphs under one budget.
+
+    ``warns``: of a budget that is too tight, and of noise.
+    """
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
     roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
@@ -45,13 +55,14 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
     ]
     # What nothing but exact will do for is not compressed, and takes nothing from the others' bits.
     numel = sum(graph.runs * t.numel for (graph, t, _), menu in zip(tensors, menus, strict=True) if _has_codes(menu))
-    chosen = _choose(menus, graphs, config, minibatch_variance, numel)
+    chosen = _choose(menus, graphs, config, minibatch_variance, numel, warns)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     for (graph, tensor, _), item, choice in zip(tensors, items, chosen, strict=True):
         value = None if item.sensitivity is None else item.sensitivity.value
         seed = tensor_seed(config.seed, graph.fingerprint, tensor.key)
         code = None if choice.code is None else replace(choice.code, seed=seed)
-        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged, choice.stored))
+        excess = graph.excess.get(tensor.key, 1.0)
+        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged, choice.stored, excess))
     has_other_budget = config.budget_bytes is not None or config.max_gradient_noise is not None
     plan = Plan(
         budget_bits=None if has_other_budget else config.budget_bits,
@@ -69,7 +80,8 @@ def choose_plan(graphs: Sequence[GraphTensors], config: Config, model: str, mini
     variance = plan.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     if variance is None or not math.isfinite(variance):
         variance = math.fsum(choice.variance for choice in chosen)
-    if minibatch_variance is not None:
+    variance *= max(graph.correction for graph in graphs)
+    if minibatch_variance is not None and warns:
         _warn_of_noise(menus, variance, minibatch_variance, numel)
     return replace(plan, variance=variance)
 
@@ -79,11 +91,18 @@ def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
     if plan.choices() == before.choices():
         return False
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
-    return variance is None or plan.variance is None or plan.variance < WORTHWHILE * variance
+    if variance is None or plan.variance is None:
+        return True
+    return plan.variance < WORTHWHILE * variance * max(graph.correction for graph in graphs)
 
 
 def _choose(
-    menus: Sequence[Menu], graphs: Sequence[GraphTensors], config: Config, minibatch_variance: float | None, numel: int
+    menus: Sequence[Menu],
+    graphs: Sequence[GraphTensors],
+    config: Config,
+    minibatch_variance: float | None,
+    numel: int,
+    warns: bool,
 ) -> list[Choice]:
     assert config.budget_bits is not None
     if not config.adaptive:
@@ -94,11 +113,13 @@ def _choose(
                 "gact_fx.compile: max_gradient_noise needs the variance of the minibatch gradient, and this model gave "
                 "none; pass budget_bits instead"
             )
-        return fewest_bytes(menus, config.max_gradient_noise * minibatch_variance)
+        # Together codes were found to add more than each was predicted to.
+        limit = config.max_gradient_noise * minibatch_variance / max(1.0, *(graph.correction for graph in graphs))
+        return fewest_bytes(menus, limit)
     if config.budget_bytes is not None:
         fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
         least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
-        if least > config.budget_bytes:
+        if least > config.budget_bytes and warns:
             log.warning(
                 "budget_bytes=%d cannot be kept: with every tensor at its least width this model holds %d bytes for "
                 "backward; use recompute='full', a smaller batch, or a larger budget", config.budget_bytes, least,

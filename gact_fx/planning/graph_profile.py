@@ -11,11 +11,21 @@ from gact_fx.records import Sensitivity
 
 @dataclass
 class GraphProfile:
-    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step."""
+    """Sensitivities of one graph, by key, of every backward pass seen; ``runs`` is the most of these in one step.
+
+    ``excess`` has by how many times codes of a tensor were found to add more than that, together with others';
+    ``correction`` is what all codes of a plan together added, as a share of what was predicted with the excess.
+    """
 
     analysis: GraphAnalysis
     found: dict[str, list[Sensitivity]] = field(default_factory=dict)
     runs: int = 1
+    excess: dict[str, float] = field(default_factory=dict)
+    correction: float = 1.0
+
+    def exceed(self, key: str, factor: float) -> None:
+        """Codes of a tensor add ``factor`` times what is known so far."""
+        self.excess[key] = self.excess.get(key, 1.0) * factor
 
     def add(self, analysis: GraphAnalysis, sensitivities: dict[str, Sensitivity]) -> None:
         """Add one backward pass, measured on the graph of ``analysis``, by slot name."""
@@ -25,8 +35,9 @@ class GraphProfile:
 
     def tensors(self) -> GraphTensors:
         """What the budget is shared out among."""
-        means = {key: Sensitivity.mean(values) for key, values in self.found.items()}
-        return GraphTensors(graph_fingerprint(self.analysis.saved), self.analysis, means, self.runs)
+        means = {k: Sensitivity.mean(values).exceeding(self.excess.get(k, 1.0)) for k, values in self.found.items()}
+        key = graph_fingerprint(self.analysis.saved)
+        return GraphTensors(key, self.analysis, means, self.runs, self.excess, self.correction)
 
 
 def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProfile]:
@@ -36,6 +47,9 @@ def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProf
         for key, profile in profiles.items():
             known = found.setdefault(key, GraphProfile(profile.analysis))
             known.runs = max(known.runs, profile.runs)
+            known.correction = max(known.correction, profile.correction)
+            for name, factor in profile.excess.items():
+                known.excess[name] = max(known.excess.get(name, 1.0), factor)
             for name, sensitivities in profile.found.items():
                 known.found.setdefault(name, []).extend(sensitivities)
     return found

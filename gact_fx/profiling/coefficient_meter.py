@@ -148,7 +148,7 @@ class CoefficientMeter:
         bits = code_bits(reading)
         widths = MEASURED if bits is None or bits > WIDTHS[-1] else MEASURED_OF_CODES
         added = {
-            stored: measure_sample(chain, values, slopes, own, positions, widths)
+            stored: measure_sample(chain, values, slopes, own, positions, widths, is_tame=self._how[reading].is_tame)
             if positions is not None
             else measure_whole(chain, followers[stored], values, slopes, own, widths)
             for stored, chain in chains.items()

@@ -70,8 +70,13 @@ def measure_sample(
     own: Sequence[torch.Tensor],
     positions: torch.Tensor,
     widths: Sequence[int] = MEASURED,
+    *,
+    is_tame: bool = False,
 ) -> dict[Code, Added]:
-    """What codes do to the elements at ``positions``, whose ``slopes`` these are, and whether all of it is finite."""
+    """What codes do to the elements at ``positions``, whose ``slopes`` these are, and whether all of it is finite.
+
+    ``is_tame``: it is known to be.
+    """
     x = values.reshape(-1)[positions]
     weights = _Weights([slopes[node] for node in chain.ends])
     own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
@@ -79,7 +84,7 @@ def measure_sample(
     found: dict[Code, Added] = {}
     for rounding, neighbours in ROUNDINGS.items():
         measured: dict[int, Added] = {}
-        is_finite = False
+        is_finite = is_tame
         # What fewer bits can make of an element reaches further.
         for bits in widths:
             is_finite = is_finite or _is_finite(chain, values, rounding, bits)

@@ -10,7 +10,7 @@ earlier graphs, whose backward passes are linear in their tangents. Only backwar
 graph only what comes after its first use.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from gact_fx.codec import operators
 from gact_fx.codec.code import step_variance
 from gact_fx.graphs.replay import Replay
 from gact_fx.plan import tensor_seed
-from gact_fx.profiling.gradients import squared_norm
+from gact_fx.profiling.gradient_changes import GradientChanges, difference
 from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
 
@@ -70,7 +70,7 @@ class _Probe:
         base = self.replay.run(self._given)
         for name, resume in self.replay.forks(self._given, list(names)):
             changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
-            yield names[name], [_difference(outputs, base) for outputs in changed]
+            yield names[name], [difference(outputs, base) for outputs in changed]
 
     def is_rounded(self, tensor: str) -> bool:
         """Whether the tensor is, where it is not perturbed."""
@@ -80,7 +80,8 @@ class _Probe:
         """Backward's outputs for these tangents and zeros for all others."""
         arrived = {name: self.replay.inputs[name] for name in self.step.pair.tangents()}
         zeros = {name: torch.zeros_like(x) for name, x in arrived.items() if isinstance(x, torch.Tensor)}
-        return self.replay.run({**self._given, **zeros, **tangents})
+        changes = {name: change.reshape(zeros[name].shape) for name, change in tangents.items()}
+        return self.replay.run({**self._given, **zeros, **changes})
 
     def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
         """The values compressed with the seed of ``draw``; the call decompresses them."""
@@ -93,32 +94,10 @@ class _Probe:
 
 def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:
     """Squared norm of a change of gradients in one step, with what flows on to earlier graphs counted where it ends."""
-    total = 0.0
-    leaves: dict[Hashable, torch.Tensor] = {}
-    changes: dict[int, dict[str, torch.Tensor]] = {}
-    while True:
-        changed = [(position, value) for position, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
-        for place, leaf, part in (end for change in changed for end in probes[index].step.onward(*change)):
-            if place is not None:
-                step, tangent = place
-                _add(changes.setdefault(step, {}), tangent, part.reshape(probes[step].replay.inputs[tangent].shape))
-            elif leaf is not None:
-                _add(leaves, leaf, part)
-            else:
-                total += squared_norm(part)
-        if not changes:
-            return total + sum(map(squared_norm, leaves.values()))
+    changes = GradientChanges([probe.step for probe in probes])
+    changes.add(index, outputs)
+    while changes.waiting:
         # The latest first: all that flows to a graph has arrived when it runs.
-        index = max(changes)
-        outputs = probes[index].respond(changes.pop(index))
-
-
-def _add(total: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:
-    total[key] = total[key] + part if key in total else part
-
-
-def _difference(left: list[Any], right: list[Any]) -> list[Any]:
-    return [
-        a - b if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a is not b else None
-        for a, b in zip(left, right, strict=True)
-    ]
+        index = max(changes.waiting)
+        changes.add(index, probes[index].respond(changes.waiting.pop(index)))
+    return changes.squared_norm()

@@ -92,6 +92,8 @@ class Recorder:
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = run(arguments)
+            if self._tape is not None:
+                self._tape.record_results(key, result)
             if self.every is None:
                 return result
             if self._tape is not None:

@@ -26,7 +26,8 @@ class Step:
     placeholders: blobs, what was kept, and tangents. ``flows`` maps a backward output (the gradient of an input) to the
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
     the input, to what happens to the gradient there, whose ends are such places, or leaves. ``leaves``, by backward
-    output, are the leaves whose gradients these are, numbered within the training step.
+    output, are the leaves whose gradients these are, numbered within the training step. ``outputs`` are what backward
+    gave, None where somebody has written to it since.
     """
 
     pair: GraphPair
@@ -35,6 +36,7 @@ class Step:
     flows: Mapping[int, Place] = field(default_factory=dict)
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
+    outputs: Sequence[Any] | None = None
 
     def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
         """What a backward output is, or is part of: the gradients of tangents of earlier steps, and of leaves.
@@ -42,10 +44,14 @@ class Step:
         These are identified where other outputs may give them other parts.
         """
         if position not in self.detours:
-            return [(self.flows.get(position), None, gradient)]
+            return [(self.flows.get(position), self.leaf(position), gradient)]
         detour = self.detours[position]
         parts = zip(detour.ends, detour(gradient), strict=True)
         return [(None, end.of, part) if end.is_leaf else (end.of, None, part) for end, part in parts]
+
+    def leaf(self, position: int) -> Hashable:
+        """What identifies the leaf whose gradient a backward output is, None where that is not known."""
+        return ("leaf", self.leaves[position]) if position in self.leaves else None
 
     @property
     def backward(self) -> fx.GraphModule:
@@ -106,6 +112,14 @@ class _Call:
     made: dict[int, Identity]
     sources: "dict[int, tuple[_Call, int] | EagerVJP | None]"
     step: tuple[GraphPair, GraphAnalysis, list[Any]] | None = None
+    # What backward gave, with the versions that these tensors had.
+    results: list[tuple[Any, int]] | None = None
+
+    def gradients(self) -> list[Any] | None:
+        """Backward's, None where one was written to since, as what became .grad may be."""
+        if self.results is None or any(_is_tensor(x) and x._version != version for x, version in self.results):
+            return None
+        return [x for x, _ in self.results]
 
 
 class Tape:
@@ -161,6 +175,14 @@ class Tape:
                 return call.inputs
         return []
 
+    def record_results(self, graph: Hashable, results: Sequence[Any]) -> None:
+        """What the backward pass gave that was attached last to a call of ``graph``."""
+        for call in self._calls:
+            if call.graph == graph and call.step is not None and call.results is None:
+                detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in results)
+                call.results = [(x, x._version if isinstance(x, torch.Tensor) else 0) for x in detached]
+                return
+
     def breaks(self) -> list[str]:
         """In words, the activations that a graph gives a gradient which cannot be followed to the graphs before it."""
         return [
@@ -189,7 +211,7 @@ class Tape:
                 elif isinstance(given, torch.Tensor) and given.is_leaf:
                     # By these numbers, the same in every run, something is drawn.
                     leaves[output] = numbers.setdefault(given, len(numbers))
-            steps.append(Step(pair, analysis, arguments, flows, detours, leaves))
+            steps.append(Step(pair, analysis, arguments, flows, detours, leaves, call.gradients()))
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent
         return steps

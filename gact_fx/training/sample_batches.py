@@ -96,6 +96,7 @@ def profile_batches(
     if variance is None:
         variance = _variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
     session.minibatch_variance = variance
+    session.check()
     session.make_plan()
 
 

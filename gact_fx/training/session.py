@@ -13,10 +13,11 @@ from gact_fx.passes import PIPELINE
 from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
-from gact_fx.planning.budget import choose_plan, is_better
+from gact_fx.planning.budget import GraphTensors, choose_plan, is_better
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
+from gact_fx.training.check_plan import MeasuredStep, check_plan
 from gact_fx.training.lifecycle import Lifecycle, State
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
@@ -60,6 +61,7 @@ class Session:
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
+        self._latest: MeasuredStep | None = None
 
     def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
@@ -116,7 +118,14 @@ class Session:
         measured = measure_step(steps, self.config, bar.update if bar is not None else lambda count: None)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
             profile.add(step.analysis, sensitivities)
+        self._latest = MeasuredStep(steps, measured)
         return True
+
+    def check(self) -> None:
+        """Try the plan that the profiles lead to on the step that was measured last, which is let go of."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
 
     def learn(self, steps: Sequence[Step], minibatch_variance: float | None = None) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change.
@@ -128,6 +137,7 @@ class Session:
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
         try:
             if self.measure(steps) and self.profiles:
+                self.check()
                 self._has_sample = True
                 if not self._is_among_ranks:
                     self.make_plan()
@@ -169,19 +179,25 @@ class Session:
 
         ``eager_nbytes`` come off ``budget_bytes``; None: what this process's eager regions hold.
         """
-        graphs, config = [profile.tensors() for profile in self.profiles.values()], self.config
-        if config.budget_bytes is not None:
-            taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
-            config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
-        plan = choose_plan(graphs, config, self.model, self.minibatch_variance)
+        plan = self._choose(eager_nbytes)
         before, self._has_sample = self.plan, False
-        if before is not None and not is_better(plan, before, graphs):
+        if before is not None and not is_better(plan, before, self._tensors()):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return False
         # A given plan that was made anew may meet graphs that it does not know, like any other.
         self.plan_was_given = False
         self.adopt(plan)
         return True
+
+    def _choose(self, eager_nbytes: int | None = None, *, warns: bool = True) -> Plan:
+        config = self.config
+        if config.budget_bytes is not None:
+            taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
+            config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
+        return choose_plan(self._tensors(), config, self.model, self.minibatch_variance, warns=warns)
+
+    def _tensors(self) -> list[GraphTensors]:
+        return [profile.tensors() for profile in self.profiles.values()]
 
     def adopt(self, plan: Plan) -> None:
         """Run ``plan`` from now on."""

@@ -1,0 +1,147 @@
+"""Measure what a plan's codes do to the gradient all together, on a recorded step.
+
+Predictions are made tensor by tensor. Where several rounded tensors meet in a quotient or a product their errors
+multiply, and only both together show it.
+"""
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from gact_fx.codec import operators
+from gact_fx.codec.code import Code
+from gact_fx.graphs.replay import Replay
+from gact_fx.passes.encodings import GraphAnalysis, Quantize
+from gact_fx.passes.merge_masks import Stopped
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, tensor_seed
+from gact_fx.profiling.gradient_changes import GradientChanges, difference
+from gact_fx.profiling.gradients import squared_norm
+from gact_fx.profiling.stopped_elements import StoppedElements
+from gact_fx.profiling.tape import Place, Step
+
+# Elements from which on one draw of noise says enough.
+ENOUGH = 2**18
+MOST_DRAWS = 4
+Given = dict[str, Callable[[], torch.Tensor]]
+
+
+class PlanMeter:
+    """The backward passes of one training step, to be run with a plan's codes in the place of what was recorded."""
+
+    def __init__(self, steps: Sequence[Step], seed: int = 0) -> None:
+        self._graphs = [_Graph(step, seed) for step in steps]
+        self._steps = steps
+        numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
+        self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
+        self._exact = [
+            graph.replay.run({}) if step.outputs is None else step.outputs
+            for graph, step in zip(self._graphs, steps, strict=True)
+        ]
+        ends = (x for step, outputs in zip(steps, self._exact, strict=True) for x in _ends(step, outputs))
+        self.squared_norm = sum(map(squared_norm, ends))
+
+    def squared_error(self, plan: Plan, without: AbstractSet[Place] = frozenset()) -> float:
+        """The squared distance to the recorded gradient, the mean over draws; ``without`` what stays as recorded."""
+        return sum(self._drawn(plan, draw, without) for draw in range(self._draws)) / self._draws
+
+    def _drawn(self, plan: Plan, draw: int, without: AbstractSet[Place]) -> float:
+        changes = GradientChanges(self._steps)
+        # Gradients flow from late graphs to early ones.
+        for index in reversed(range(len(self._graphs))):
+            graph = self._graphs[index]
+            given: dict[str, Any] = graph.rounded(plan, draw, {name for at, name in without if at == index})
+            for name, change in changes.waiting.pop(index, {}).items():
+                arrived = graph.replay.inputs[name]
+                given[name] = arrived + change.reshape(arrived.shape).to(arrived.dtype)
+            if given:
+                changes.add(index, difference(graph.replay.run(given), self._exact[index]))
+        return changes.squared_norm()
+
+
+def _graph_of(plan: Plan, analysis: GraphAnalysis) -> GraphPlan:
+    found = plan.graph(graph_fingerprint(analysis.saved))
+    assert found is not None
+    return found
+
+
+class _Graph:
+    """One graph's backward pass."""
+
+    def __init__(self, step: Step, seed: int) -> None:
+        self.replay = Replay(step.backward, step.arguments)
+        self._analysis, self._seed = step.analysis, seed
+        self._names = {node.name for node in step.backward.graph.nodes}
+        self._readings = {tensor: node for node, tensor in step.readings.items()}
+        self._find_stopped = StoppedElements(step)
+
+    def rounded(self, plan: Plan, draw: int, without: AbstractSet[str]) -> Given:
+        """Backward's nodes, by name, with the values that they have if all but ``without`` is stored by the plan."""
+        graph = _graph_of(plan, self._analysis)
+        entries = graph.entries()
+        given: Given = {}
+        for tensor, how in self._analysis.quantized():
+            entry = entries[tensor.key]
+            if entry.code is not None and tensor.name in self._readings and tensor.name not in without:
+                # As in training, what is the same in two runs of a graph has the same codes.
+                seed = tensor_seed(self._seed, f"joint {draw} {graph.fingerprint}", tensor.key)
+                given.update(self._of(how, entry, replace(entry.code, seed=seed)))
+        return given
+
+    def _of(self, how: Quantize, entry: TensorPlan, code: Code) -> Given:
+        reading = self._readings[how.name]
+        if entry.stored == "coefficients":
+            assert how.coefficients is not None
+            masks = how.coefficients.masks
+            names = [name if name != how.name else reading for name in how.coefficients.nodes]
+            given = self._coefficients(names, code)
+        else:
+            masks = how.bare().masks if entry.stored == "bare" else how.masks
+            given = {reading: partial(self._values, reading, code, entry.merged)}
+        # Decisions are those that were taken of the recorded values.
+        return given | {name: partial(self._recorded, name) for name in masks if name in self._names}
+
+    def _recorded(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = self.replay.evaluate({name})[name]
+        return found
+
+    def _values(self, reading: str, code: Code, is_merged: bool) -> torch.Tensor:
+        values = self._recorded(reading)
+        stopped = self._find_stopped(reading, values) if is_merged else None
+        return _coded(values, code, stopped)
+
+    def _coefficients(self, names: Sequence[str], code: Code) -> Given:
+        @cache
+        def decoded() -> list[torch.Tensor]:
+            recorded = self.replay.evaluate(set(names))
+            parts = [recorded[name] for name in names]
+            flat = _coded(torch.cat([part.reshape(-1) for part in parts]), code, None)
+            ends = list(accumulate(part.numel() for part in parts))
+            pieces = (flat[start:end] for start, end in zip([0, *ends], ends, strict=False))
+            return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+        return {name: lambda at=at: decoded()[at] for at, name in enumerate(names)}  # type: ignore[misc]
+
+
+def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.Tensor:
+    """``values`` as codes give them back, which tell what is ``stopped`` as well."""
+    marked = values if stopped is None else values.masked_fill(stopped.mask.view(values.shape), float("nan"))
+    blob = operators.compress(marked, *code.to_compress())
+    found = operators.decompress(blob, values.shape, values.dtype, *code.to_decompress())
+    if stopped is None:
+        return found
+    filled = torch.zeros_like(values) if stopped.error is None else values + stopped.error.view(values.shape)
+    return torch.where(stopped.mask.view(values.shape), filled, found)
+
+
+def _ends(step: Step, outputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The gradients among a backward pass's outputs that no other graph goes on with."""
+    return [
+        x
+        for position, x in enumerate(outputs)
+        if isinstance(x, torch.Tensor) and position not in step.flows and position not in step.detours
+    ]
