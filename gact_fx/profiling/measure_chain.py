@@ -31,7 +31,7 @@ MEASURED, MEASURED_OF_CODES = (2, 4, 8), (2, 4, 6)
 # Blocks, as large as the largest group, that stand for all of a tensor that has more than twice as many.
 BLOCK, SAMPLED_BLOCKS = 1024, 32
 # Elements that are looked at together.
-_CHUNK = 16 * BLOCK
+_CHUNK = 128 * BLOCK
 # A sum over a sample is known to belong together where its square is so many times what independent parts would make.
 COHERENT = 3.0
 SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]

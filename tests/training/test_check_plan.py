@@ -1,0 +1,124 @@
+"""Plans are tried on the recorded step: what codes do together, against what was predicted of each."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import bent_networks
+import pytest
+import torch
+from conftest import Mixed, mixed_batch
+from torch import nn
+
+import gact_fx
+from gact_fx.config import Config
+from gact_fx.plan import Plan, graph_fingerprint
+from gact_fx.planning.budget import choose_plan
+from gact_fx.planning.graph_profile import GraphProfile
+from gact_fx.profiling.measure_plan import PlanMeter
+from gact_fx.profiling.measure_step import measure_step
+from gact_fx.profiling.recorder import Recorder
+from gact_fx.profiling.tape import Step
+from gact_fx.records import Sensitivity
+from gact_fx.training.backend import Backend
+from gact_fx.training.check_plan import MeasuredStep, check_plan
+from gact_fx.training.session import Session
+
+CONFIG = Config(budget_bits=4, inner="eager", min_elements=64)
+Profiles = dict[str, GraphProfile]
+
+
+def record(model: Callable[..., torch.Tensor], *batch: Any) -> list[Step]:
+    recorder = Recorder(lambda steps, gradients: None)
+    compiled = torch.compile(model, backend=Backend(Session(CONFIG), interpreted=True, recorder=recorder))
+    recorder.start()
+    compiled(*batch).backward()
+    return recorder.take()
+
+
+def profiled(steps: list[Step], change: Mapping[str, float]) -> tuple[MeasuredStep, Profiles]:
+    """Measured as usual, but of the tensors in ``change`` so many times as much is said."""
+    measured = []
+    profiles: Profiles = {}
+    for step, found in zip(steps, measure_step(steps, CONFIG), strict=True):
+        measured.append({name: s.exceeding(change.get(name, 1.0)) for name, s in found.items()})
+        profile = profiles.setdefault(graph_fingerprint(step.analysis.saved), GraphProfile(step.analysis))
+        profile.add(step.analysis, measured[-1])
+    return MeasuredStep(steps, measured), profiles
+
+
+def chosen(profiles: Profiles) -> Plan:
+    return choose_plan([profile.tensors() for profile in profiles.values()], CONFIG, "", None)
+
+
+def test_all_codes_together_add_what_is_predicted_where_errors_do_not_multiply() -> None:
+    latest, profiles = profiled(record(Mixed(), *mixed_batch()), {})
+    plan = chosen(profiles)
+    with torch.no_grad():
+        meter = PlanMeter(latest.steps)
+        found = meter.squared_error(plan)
+        everything = frozenset((0, tensor.name) for tensor, _ in latest.steps[0].analysis.quantized())
+        assert meter.squared_error(plan, everything) == 0
+    assert plan.variance is not None and 0.6 < found / plan.variance < 1.7
+    check_plan(latest, profiles, lambda: chosen(profiles), 0)
+    assert not any(profile.excess for profile in profiles.values())
+    corrected = chosen(profiles).variance
+    assert corrected == pytest.approx(found)
+
+
+@pytest.mark.parametrize("name", ["elu", "hardswish convolutions", "relu ** 1.5"])
+def test_each_way_of_storing_is_tried_as_training_stores_it(name: str) -> None:
+    """Coefficients, values without their masks, standardised values: against gradients of the rewritten graphs."""
+    model, batch, loss_fn = bent_networks.build(name)
+    gact_fx.compile(model, budget_bits=4, sample_batches=[batch], loss_fn=loss_fn, inner="eager")
+    total = gact_fx.measure_gradient_error(model, [batch], loss_fn, draws=16).total
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.variance is not None
+    assert 0.5 < (total.variance + total.bias_estimate**2) / plan.variance < 2
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e-6])
+def test_what_was_said_too_little_of_is_found_and_planned_for(factor: float) -> None:
+    steps = record(Mixed(), *mixed_batch())
+    # The one that takes the most of the variance when it gets few bits.
+    exact = measure_step(steps, CONFIG)[0]
+    tensor = max((t for t, _ in steps[0].analysis.quantized()), key=lambda t: exact[t.name].value)
+    latest, profiles = profiled(steps, {tensor.name: factor})
+    before = chosen(profiles).graphs[0].entries()[tensor.key]
+    check_plan(latest, profiles, lambda: chosen(profiles), 0)
+    (profile,) = profiles.values()
+    plan = chosen(profiles)
+    after = plan.graphs[0].entries()[tensor.key]
+    assert profile.excess[tensor.key] > 2 and after.excess > 2
+    assert after.bits is not None and before.bits is not None and after.bits > before.bits
+    with torch.no_grad():
+        found = PlanMeter(steps, 1).squared_error(plan)
+    assert plan.variance is not None and 0.4 < found / plan.variance < 2.5
+
+
+def test_what_is_not_finite_is_stored_soundly() -> None:
+    """As if nothing had been found out about the poles of one tensor."""
+    weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        hidden = (x @ weight).relu()
+        return (((hidden**1.5) @ weight) ** 2).sum()
+
+    torch.manual_seed(0)
+    steps = record(model, torch.randn(256, 64))
+    latest, profiles = profiled(steps, {})
+    (profile,) = profiles.values()
+    poles = steps[0].with_poles
+    assert poles
+    finite = [
+        {
+            n: Sensitivity(1.0, dict.fromkeys(s.variances, 1e-3), squared_biases=s.squared_biases)
+            for n, s in each.items()
+        }
+        for each in latest.sensitivities
+    ]
+    profile.found.clear()
+    profile.add(steps[0].analysis, finite[0])
+    check_plan(MeasuredStep(steps, finite), profiles, lambda: chosen(profiles), 0)
+    with torch.no_grad():
+        assert math.isfinite(PlanMeter(steps).squared_error(chosen(profiles)))
