@@ -51,7 +51,8 @@ def compile(
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
             ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
         config: all options at once; ``overrides`` are single fields of :class:`Config` laid over it.
-        plan: decisions made earlier (``Plan.load``), instead of profiling.
+        plan: decisions made earlier (``Plan.load``), instead of profiling. Unless ``seed`` is given, its noise is that
+            of the ``seed`` it was made with.
 
     Raises:
         ValueError: an option that does not exist or is out of range; empty sample batches; a plan of another model; a
@@ -109,6 +110,8 @@ def _session(model: Callable[..., Any], config: Config, plan: Plan | None) -> Se
     misfit = next(_misfits(plan, config, name), None) if plan is not None else None
     if misfit is not None:
         raise ValueError(f"gact_fx.compile: {misfit}")
+    if plan is not None and config.seed != Config.seed:
+        plan = plan.reseeded(config.seed)
     regions = None
     if config.budget_bits is not None:
         regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))

@@ -42,6 +42,11 @@ class TensorPlan:
         """Width of the code, None where kept exact."""
         return None if self.code is None else self.code.bits
 
+    def reseeded(self, seed: int, graph: str) -> "TensorPlan":
+        """The entry of the graph of that fingerprint with the noise of ``seed``."""
+        code = None if self.code is None else replace(self.code, seed=tensor_seed(seed, graph, self.key))
+        return replace(self, code=code)
+
     def to_data(self) -> dict[str, Any]:
         """The entry as it is saved."""
         code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
@@ -102,6 +107,13 @@ class Plan:
         here = set(signature(saved))
         best = max(self.graphs, key=lambda graph: len(here & set(graph.saved)), default=None)
         return best if best is not None and 2 * len(here & set(best.saved)) >= len(here) else None
+
+    def reseeded(self, seed: int) -> "Plan":
+        """The same decisions with other noise, that of ``Config.seed``."""
+        graphs = tuple(
+            replace(g, tensors=tuple(t.reseeded(seed, g.fingerprint) for t in g.tensors)) for g in self.graphs
+        )
+        return replace(self, graphs=graphs)
 
     def choices(self) -> dict[tuple[str, str], tuple[Code | None, bool, str]]:
         """Codes, their seeds aside, and what they are of, by graph and tensor."""

@@ -189,3 +189,38 @@ def test_sixteen_bits_are_for_float32() -> None:
     half = compiled(Mixed().bfloat16(), sample_batches=[(x.bfloat16(), y)], budget_bits=16)
     assert {t.bits for g in session_plan(half).graphs for t in g.tensors} & {16} == set()
     assert 16 in {t.bits for g in plan.graphs for t in g.tensors}
+
+
+def test_a_seed_beside_a_plan_gives_it_other_noise() -> None:
+    x = torch.randn(64, 64)
+
+    def gradient(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = gact_fx.compile(
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), inner="eager", **options
+        )
+        model(x).square().mean().backward()
+        plans.append(gact_fx.inspect(model).plan)
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plans: list[Any] = []
+    gradient(sample_batches=[(x,)], loss_fn=lambda m, b: m(*b).square().mean())
+    first, again, other = (gradient(plan=plans[0], **seed) for seed in ({}, {}, {"seed": 1}))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert plans[-1].choices() == plans[0].choices()
+
+
+def test_a_plan_serves_a_first_call_in_eval(caplog: pytest.LogCaptureFixture) -> None:
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64))
+
+    x = torch.randn(64, 64)
+    options: dict[str, Any] = {"sample_batches": [(x,)], "loss_fn": lambda m, b: m(*b).square().mean()}
+    plan = gact_fx.inspect(gact_fx.compile(network(), inner="eager", **options)).plan
+    model = gact_fx.compile(network(), inner="eager", plan=plan)
+    with caplog.at_level("WARNING", "gact_fx"):
+        model.eval()(x).square().mean().backward()
+    assert "runs the plan of the nearest one" in caplog.text
+    model.train()(x).square().mean().backward()
+    assert gact_fx.inspect(model).ratio > 2

@@ -10,7 +10,8 @@ Private, tried with torch 2.11 and 2.13:
   ``output``, ``grad_of``, ``mutated_input`` and ``idx`` (public would be a signature beside the graphs, as
   ``torch.export`` gives one);
 - ``functorch.compile.min_cut_rematerialization_partition`` (public would be the partitioner in ``torch.compiler``), and
-  ``torch._functorch.config`` with its option ``aggressive_recomputation`` (an argument of the partitioner);
+  ``torch._functorch.config`` with its options ``aggressive_recomputation`` and ``activation_memory_budget`` (arguments
+  of the partitioner);
 - ``meta["recompute"]`` with ``meta["ac_graph_id"]``, which the partitioner reads as marks of checkpointing, and
   ``meta["saved_tensor_with_no_vc_check"]``;
 - ``OpOverload.is_view``, and ``fake_mode`` of the fake tensors in ``meta["val"]``.
@@ -171,7 +172,8 @@ class JointGraph:
         """Cut the graph in two with PyTorch's min-cut partitioner.
 
         With ``is_free`` everything may be recomputed that is not marked otherwise, without the partitioner's own rules
-        of thumb. ``copies`` names the copies of mutated inputs.
+        of thumb. ``copies`` names the copies of mutated inputs. ``torch._functorch.config.activation_memory_budget``
+        is left aside: under a budget the partitioner draws dropout anew in backward (torch 2.13).
         """
         import torch._functorch.config as functorch_config
         from functorch.compile import min_cut_rematerialization_partition
@@ -179,7 +181,7 @@ class JointGraph:
         parameters = self.parameters()
         static = list(self.static_lifetime_input_indices or ())
         options = {"num_fwd_outputs": self.num_fwd_outputs, "static_lifetime_input_indices": static}
-        with functorch_config.patch(aggressive_recomputation=is_free):
+        with functorch_config.patch(aggressive_recomputation=is_free, activation_memory_budget=1.0):
             forward, backward = min_cut_rematerialization_partition(self.joint, self.inputs, self.compiler, **options)
         _forget_unsaved(forward, copies)
         # The partitioner gives an input its name in both graphs; what AOTAutograd made up has no index.

@@ -32,6 +32,12 @@ class GraphInterpreter(fx.Interpreter):
         super().__init__(module)
         self._calls = {**_AS_INDUCTOR, **(_DIFFERENTIABLE if differentiable else {})}
 
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value. fx.Interpreter would write the node into a global, which a compilation in another thread
+        reads."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return getattr(self, n.op)(n.target, args, kwargs)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._calls.get(str(target), target)(*args, **kwargs)
 

@@ -98,7 +98,8 @@ class _Graph:
             assert how.coefficients is not None
             masks = how.coefficients.masks
             names = [name if name != how.name else reading for name in how.coefficients.nodes]
-            given = self._coefficients(names, code)
+            # What is stored for another tensor, too, is read from there.
+            given = self._coefficients([name for name in names if name in self._names], code)
         else:
             masks = how.bare().masks if entry.stored == "bare" else how.masks
             given = {reading: partial(self._values, reading, code, entry.merged)}
@@ -117,7 +118,7 @@ class _Graph:
     def _coefficients(self, names: Sequence[str], code: Code) -> Given:
         @cache
         def decoded() -> list[torch.Tensor]:
-            recorded = self.replay.evaluate(set(names))
+            recorded = self.replay.evaluate(names)
             parts = [recorded[name] for name in names]
             flat = _coded(torch.cat([part.reshape(-1) for part in parts]), code, None)
             ends = list(accumulate(part.numel() for part in parts))

@@ -19,6 +19,7 @@ log = logging.getLogger("gact_fx")
 TOLERANCE = 2.0
 ROUNDS = 3
 MOST_PARTS = 16
+_SMALL = sys.float_info.min
 # Squared errors below this share of the gradient's squared norm are those of float32 itself.
 LEAST = 1e-10
 
@@ -40,31 +41,48 @@ def check_plan(
     ``choose`` makes the plan from the profiles, and is called again where these change.
     """
     meter = PlanMeter(latest.steps, seed)
-    for rounds_left in reversed(range(ROUNDS)):
+    tried: list[_Trial] = []
+    while len(tried) < ROUNDS:
         plan = choose()
-        predicted = _predicted(latest, profiles, plan)
+        predicted = _predicted(latest, profiles, plan, meter)
         if not predicted:
             return
-        found = meter.squared_error(plan)
-        expected = math.fsum(predicted.values())
-        is_wrong = not found <= TOLERANCE * expected + LEAST * meter.squared_norm
-        blamed = _blamed(meter, plan, predicted, found) if is_wrong and rounds_left else {}
+        found, excess = meter.squared_error(plan), {key: dict(profile.excess) for key, profile in profiles.items()}
+        tried.append(_Trial(found, math.fsum(predicted.values()), excess))
+        if found <= TOLERANCE * tried[-1].predicted + LEAST * meter.squared_norm or len(tried) == ROUNDS:
+            break
+        blamed = _blamed(meter, plan, predicted, found)
         for (index, name), factor in blamed.items():
             analysis = latest.steps[index].analysis
             key = next(tensor.key for tensor in analysis.saved if tensor.name == name)
             profiles[graph_fingerprint(analysis.saved)].exceed(key, factor)
         if not blamed:
             break
-    if is_wrong:
-        log.info("the codes' joint error is %.3g times what was predicted of each", found / expected if expected else 0)
-    correction = found / expected if expected > 0 and math.isfinite(found) else 1.0
-    for step in latest.steps:
-        profiles[graph_fingerprint(step.analysis.saved)].correction = correction
+    best = min(tried, key=lambda trial: trial.found if math.isfinite(trial.found) else math.inf)
+    for key, profile in profiles.items():
+        profile.excess = best.excess[key]
+        # What was recorded is on the grid of 8 bits or bfloat16 already, where such codes have no error: less is no
+        # proof.
+        profile.correction = max(best.found / best.predicted, 1.0) if best.predicted > 0 else 1.0
+    if best.found > TOLERANCE * best.predicted + LEAST * meter.squared_norm:
+        log.info("codes together add %.3g times what was predicted of each", best.found / max(best.predicted, _SMALL))
 
 
-def _predicted(latest: MeasuredStep, profiles: Mapping[str, GraphProfile], plan: Plan) -> dict[Place, float]:
-    """What the codes of every tensor add to the variance on the latest step, as far as that is known."""
+@dataclass(frozen=True)
+class _Trial:
+    """A plan's squared error, found and predicted, and the excess by which it was made, by graph and tensor."""
+
+    found: float
+    predicted: float
+    excess: dict[str, dict[str, float]]
+
+
+def _predicted(
+    latest: MeasuredStep, profiles: Mapping[str, GraphProfile], plan: Plan, meter: PlanMeter
+) -> dict[Place, float]:
+    """What the codes of every tensor add to the variance on the latest step; where that is not known, it is tried."""
     found: dict[Place, float] = {}
+    unknown: list[Place] = []
     for index, (step, sensitivities) in enumerate(zip(latest.steps, latest.sensitivities, strict=True)):
         key = graph_fingerprint(step.analysis.saved)
         graph, profile = plan.graph(key), profiles[key]
@@ -77,7 +95,9 @@ def _predicted(latest: MeasuredStep, profiles: Mapping[str, GraphProfile], plan:
             weighed = sensitivities[tensor.name].exceeding(profile.excess.get(tensor.key, 1.0))
             variance = alone.variance_on({key: {tensor.key: weighed}})
             found[index, tensor.name] = variance if variance is not None and math.isfinite(variance) else 0.0
-    return found
+            if found[index, tensor.name] != variance:
+                unknown.append((index, tensor.name))
+    return found | {at: meter.squared_error(plan, found.keys() - {at}) for at in unknown}
 
 
 def _blamed(meter: PlanMeter, plan: Plan, predicted: Mapping[Place, float], found: float) -> dict[Place, float]:
@@ -91,7 +111,7 @@ def _blamed(meter: PlanMeter, plan: Plan, predicted: Mapping[Place, float], foun
         if not math.isfinite(found):
             factor = math.inf if math.isfinite(rest) else 0.0
         else:
-            factor = (found - rest) / max(math.fsum(predicted[at] for at in part), sys.float_info.min)
+            factor = (found - rest) / max(math.fsum(predicted[at] for at in part), _SMALL)
         if factor > TOLERANCE:
             blamed.update(dict.fromkeys(part, factor))
     # Of several that each lead to what is not finite, none is to blame alone.

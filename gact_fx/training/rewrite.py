@@ -13,7 +13,7 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes.encodings import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, tensor_seed
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
 from gact_fx.training.usage_error import UsageError
 
@@ -69,17 +69,19 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
     """The entry of ``plan`` for the graph that ``analysis`` is of, completed where the plan does not know it.
 
     Raises:
-        UsageError: the plan does not know the graph, and it ``must_fit``.
+        UsageError: the plan knows neither the graph nor one that saves all that it does, and it ``must_fit``.
     """
     key = graph_fingerprint(analysis.saved)
     found = plan.graph(key) if plan is not None else None
     if found is None and plan is not None and analysis.quantized():
-        if must_fit:
+        found = plan.nearest(analysis.saved)
+        # In eval() a model saves less than in training, for which the plan was made.
+        knows_all = found is not None and set(signature(analysis.saved)) <= set(found.saved)
+        if must_fit and not knows_all:
             raise UsageError(
                 f"gact_fx.compile: the plan does not fit this model: {differences(plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
-        found = plan.nearest(analysis.saved)
         remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
         log.warning("graph %s was not profiled: %s", key, remedy)
     assert config.budget_bits is not None

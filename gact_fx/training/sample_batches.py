@@ -59,7 +59,7 @@ def profile_batches(
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
     """
-    count = 0
+    count = graphs = 0
     noise = _Spread()
     with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
         for count, batch in enumerate(iterate(batches, "gact_fx.compile: sample_batches"), start=1):
@@ -77,6 +77,7 @@ def profile_batches(
             # The compiled backward passes run here all the same.
             gradients = _in_double(gradients_of(loss))
             steps = recorder.take()
+            graphs += len(steps)
             if are_finite(gradients.values()):
                 noise.add(gradients)
                 session.measure(steps, bar)
@@ -87,17 +88,37 @@ def profile_batches(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "
             "first training step"
         )
-    if not session.profiles:
-        raise ValueError(
-            "gact_fx.compile: the sample batches gave no finite gradient through a compiled graph; check the loss for "
-            "NaN or infinity, and that torch.compile captures the model"
+    if not graphs:
+        log.warning(
+            "torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; "
+            'what eager PyTorch saves is compressed by eager_bits alone (TORCH_LOGS="graph_breaks" says why)'
         )
+        recorder.stop()
+        session.lifecycle.failed()
+        return
+    if not session.profiles:
+        raise ValueError(_no_gradient(uncompiled, batch, loss_fn))
     variance = noise.variance()
     if variance is None:
         variance = _variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
     session.minibatch_variance = variance
     session.check()
     session.make_plan()
+
+
+def _no_gradient(uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction) -> str:
+    """Why no sample batch had a finite gradient: because of the model, or of how activations are stored to profile."""
+    with uncompiled as model:
+        is_fine = are_finite(gradients_of(loss_fn(model, batch)).values())
+    if is_fine:
+        return (
+            "gact_fx.compile: the last sample batch has NaN or infinity in its gradients with activations stored in 8 "
+            "bits, and none without; please report this, and train with budget_bits=None meanwhile"
+        )
+    return (
+        "gact_fx.compile: no sample batch has finite gradients, and the last one has none in eager PyTorch either; "
+        "check the loss for NaN or infinity, and the batches"
+    )
 
 
 class Moments:
@@ -166,10 +187,10 @@ def _variance_by_halves(
     The halves' gradients g and h vary by ``|g - h|^2 / 2``; that of their mean by half as much, that of their sum (a
     loss that sums over rows) by twice as much. They run as eager PyTorch does, and what they save in 8 bits.
     """
-    halves = _halves(batch)
-    if halves is None:
-        return None
     try:
+        halves = _halves(batch)
+        if halves is None:
+            return None
         with uncompiled as model, compressed_saved_tensors():
             first, second = (_in_double(gradients_of(loss_fn(model, half))) for half in halves)
     except Exception as error:
