@@ -16,7 +16,7 @@ _VARIED = object()
 # Inputs smaller than that say little about codes.
 LEAST = 4
 # Of one operator's samples the largest so many are judged.
-SAMPLES = 2
+SAMPLES = 1
 DRAWS = 16
 # Share of the gradient that a step may be off by, whatever was predicted; float32 itself is off by a part of that.
 FLOOR = {8: 0.02, 4: 0.3}
