@@ -38,10 +38,7 @@ class PlanMeter:
         self._steps = steps
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
-        self._exact = [
-            graph.replay.run({}) if step.outputs is None else step.outputs
-            for graph, step in zip(self._graphs, steps, strict=True)
-        ]
+        self._exact = [step.outputs or graph.replay.run({}) for graph, step in zip(self._graphs, steps, strict=True)]
         ends = (x for step, outputs in zip(steps, self._exact, strict=True) for x in _ends(step, outputs))
         self.squared_norm = sum(map(squared_norm, ends))
 

@@ -27,7 +27,7 @@ class Step:
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
     the input, to what happens to the gradient there, whose ends are such places, or leaves. ``leaves``, by backward
     output, are the leaves whose gradients these are, numbered within the training step. ``outputs`` are what backward
-    gave, None where somebody has written to it since.
+    gave; there are none where somebody has written to them since, and it is None where they were not kept.
     """
 
     pair: GraphPair
@@ -116,10 +116,11 @@ class _Call:
     results: list[tuple[Any, int]] | None = None
 
     def gradients(self) -> list[Any] | None:
-        """Backward's, None where one was written to since, as what became .grad may be."""
-        if self.results is None or any(_is_tensor(x) and x._version != version for x, version in self.results):
+        """Backward's outputs as `Step` has them; what became .grad may have been added to in place."""
+        if self.results is None:
             return None
-        return [x for x, _ in self.results]
+        is_same = all(not _is_tensor(x) or x._version == version for x, version in self.results)
+        return [x for x, _ in self.results] if is_same else []
 
 
 class Tape:
@@ -176,8 +177,11 @@ class Tape:
         return []
 
     def record_results(self, graph: Hashable, results: Sequence[Any]) -> None:
-        """What the backward pass gave that was attached last to a call of ``graph``."""
-        for call in self._calls:
+        """What the backward pass gave that was attached last to a call of ``graph``.
+
+        Whole gradients of sharded parameters are not kept.
+        """
+        for call in self._calls if self._follows else ():
             if call.graph == graph and call.step is not None and call.results is None:
                 detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in results)
                 call.results = [(x, x._version if isinstance(x, torch.Tensor) else 0) for x in detached]

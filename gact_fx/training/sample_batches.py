@@ -63,6 +63,7 @@ def profile_batches(
     noise = _Spread()
     with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
         for count, batch in enumerate(iterate(batches, "gact_fx.compile: sample_batches"), start=1):
+            session.let_go()
             recorder.start()
             try:
                 loss = loss_fn(model, batch)
@@ -83,6 +84,8 @@ def profile_batches(
                 session.measure(steps, bar)
             else:
                 log.warning("sample batch %d has NaN or infinity in its gradients; it is left out", count - 1)
+            # What was recorded must not be there while the next batch is.
+            del steps
     if not count:
         raise ValueError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "

@@ -121,10 +121,17 @@ class Session:
         self._latest = MeasuredStep(steps, measured)
         return True
 
+    def let_go(self) -> None:
+        """Of the step that was measured last, which is not the last one, so that its memory is free for the next."""
+        self._latest = None
+
     def check(self) -> None:
-        """Try the plan that the profiles lead to on the step that was measured last, which is let go of."""
+        """Try the plan that the profiles lead to on the step that was measured last, which is let go of.
+
+        Where parameters are sharded, all of their gradients would not fit: there the plan is not tried.
+        """
         latest, self._latest = self._latest, None
-        if latest is not None:
+        if latest is not None and all(step.outputs is not None for step in latest.steps):
             check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
 
     def learn(self, steps: Sequence[Step], minibatch_variance: float | None = None) -> None:

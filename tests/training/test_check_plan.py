@@ -12,6 +12,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx.config import Config
+from gact_fx.graphs.replay import Replay
 from gact_fx.plan import Plan, graph_fingerprint
 from gact_fx.planning.budget import choose_plan
 from gact_fx.planning.graph_profile import GraphProfile
@@ -122,3 +123,25 @@ def test_what_is_not_finite_is_stored_soundly() -> None:
     check_plan(MeasuredStep(steps, finite), profiles, lambda: chosen(profiles), 0)
     with torch.no_grad():
         assert math.isfinite(PlanMeter(steps).squared_error(chosen(profiles)))
+
+
+def test_what_backward_gave_is_kept_until_somebody_writes_to_it() -> None:
+    weight = nn.Parameter(torch.randn(64, 64))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ weight).sin() @ weight).square().sum()
+
+    recorder = Recorder(lambda steps, gradients: None)
+    compiled = torch.compile(model, backend=Backend(Session(CONFIG), interpreted=True, recorder=recorder))
+    for is_written_to in (False, True):
+        recorder.start()
+        compiled(torch.randn(64, 64)).backward()
+        assert weight.grad is not None
+        if is_written_to:
+            weight.grad.zero_()
+        (step,) = recorder.take()
+        again = Replay(step.backward, step.arguments).run({})
+        assert step.outputs is not None and bool(step.outputs) is not is_written_to
+        for kept, found in zip(step.outputs, again, strict=not is_written_to):
+            assert kept is found is None or torch.equal(kept, found)
+        weight.grad = None
