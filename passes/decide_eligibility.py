@@ -63,7 +63,7 @@ class _Decisions:
         ranges = {t.name: _index_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
-        refused = find_refusals(pair, saved, min_elements=config.min_elements) | refused
+        refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
         self._mask_numel = _mask_numel(self._masks, self._nodes)

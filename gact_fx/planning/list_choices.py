@@ -70,8 +70,8 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
         return finite
     # What cannot be exact gets the widest code, of coefficients where these may be stored: codes of them are sound.
     widest, stored = Code(WIDTHS[-1]), "coefficients" if "coefficients" in how.other_ways() else "values"
-    nbytes = how.nbytes(tensor, TensorPlan(tensor.key, widest, stored=stored))
-    return [Choice(widest, nbytes or 0, 0.0, stored=stored)]
+    forced = how.nbytes(tensor, TensorPlan(tensor.key, widest, stored=stored))
+    return [Choice(widest, forced or 0, 0.0, stored=stored)]
 
 
 def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
