@@ -69,8 +69,10 @@ class _Decisions:
         self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._derivable = derivable_nodes(pair)
         self.aliases = _aliases(saved, self._reasons, self._masks)
-        instead = self._substitutes.instead.values()
-        self.read = values_read(pair, frozenset({*self._masks.hosts, *instead}))
+        # What shares its memory with another saved tensor is stored as it is.
+        shared = {*self.aliases, *self.aliases.values()}
+        self._instead = {name: end for name, end in self._substitutes.instead.items() if name not in shared}
+        self.read = values_read(pair, frozenset({*self._masks.hosts, *self._instead.values()}))
         self._sole = self._find_sole({t.name for t in saved if t.owner not in ("nobody", "output")})
         # Inputs and results lie in memory as they were traced.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
@@ -113,8 +115,7 @@ class _Decisions:
         """How ``tensor`` is stored; asked for all tensors in their order."""
         name, host = tensor.name, self.aliases.get(tensor.name)
         own = tuple(mask for mask, of in self._masks.hosts.items() if of == name)
-        is_shared = host is not None or name in self.aliases.values()
-        instead = "" if is_shared else self._substitutes.instead.get(name, "")
+        instead = self._instead.get(name, "")
         is_needed = bool(own) or name in self.read or (instead and instead not in self._taken)
         if tensor.owner in ("nobody", "output") and not is_needed:
             return Drop(name, "backward does not read it")
@@ -150,7 +151,7 @@ class _Decisions:
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
         """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""
         # What is stored for another tensor's sake has no error of this one.
-        given = {*self._masks.hosts, *self._substitutes.instead.values()}
+        given = {*self._masks.hosts, *self._instead.values()}
         chain = dependents_within(stored, self._derivable, given)
         read = tuple(mask for mask in masks if not chain.issuperset(self._nodes[mask].users))
         # Attention that is computed again has a width of its own.

@@ -9,7 +9,7 @@ from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.tensors import Identity, identity
+from gact_fx.graphs.tensors import Identity, identity, version
 from gact_fx.passes.encodings import GraphAnalysis
 
 # The index of a step, and the name of one of its tensors or tangents.
@@ -119,7 +119,7 @@ class _Call:
         """Backward's outputs as `Step` has them; what became .grad may have been added to in place."""
         if self.results is None:
             return None
-        is_same = all(not _is_tensor(x) or x._version == version for x, version in self.results)
+        is_same = all(not _is_tensor(x) or version(x) == was for x, was in self.results)
         return [x for x, _ in self.results] if is_same else []
 
 
@@ -184,7 +184,7 @@ class Tape:
         for call in self._calls if self._follows else ():
             if call.graph == graph and call.step is not None and call.results is None:
                 detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in results)
-                call.results = [(x, x._version if isinstance(x, torch.Tensor) else 0) for x in detached]
+                call.results = [(x, version(x) if isinstance(x, torch.Tensor) else 0) for x in detached]
                 return
 
     def breaks(self) -> list[str]:

@@ -92,12 +92,7 @@ def profile_batches(
             "first training step"
         )
     if not graphs:
-        log.warning(
-            "torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; "
-            'what eager PyTorch saves is compressed by eager_bits alone (TORCH_LOGS="graph_breaks" says why)'
-        )
-        recorder.stop()
-        session.lifecycle.failed()
+        _leave_to_eager(session, recorder)
         return
     if not session.profiles:
         raise ValueError(_no_gradient(uncompiled, batch, loss_fn))
@@ -107,6 +102,15 @@ def profile_batches(
     session.minibatch_variance = variance
     session.check()
     session.make_plan()
+
+
+def _leave_to_eager(session: Session, recorder: Recorder) -> None:
+    log.warning(
+        "torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; what eager "
+        'PyTorch saves is compressed by eager_bits alone (TORCH_LOGS="graph_breaks" says why)'
+    )
+    recorder.stop()
+    session.lifecycle.failed()
 
 
 def _no_gradient(uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction) -> str:
