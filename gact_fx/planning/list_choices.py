@@ -16,6 +16,8 @@ from gact_fx.records import SavedTensor, Sensitivity
 FLOOR = 1e-2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
 BIAS_WEIGHT = 10.0
+# Exact bits an element beyond which a tensor is kept, where nothing else can be stored in its place.
+MOST_MASK_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     sensitivity = tensor.numel * max(mean if measured is None else measured.value / tensor.numel, floor)
     codes = [code for code in codes if code.bits != BFLOAT16_BITS or tensor.dtype.itemsize == 4]
     choices = _other_ways(item, sensitivity, codes)
-    for code in codes:
+    # Beside more exact bits than that, codes of values are of little use.
+    is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
+    for code in codes if not is_crowded else ():
         # Where backward bends, nothing but a measurement tells what rounding does.
         if code.bits < how.min_bits or (how.bends and measured is None):
             continue

@@ -118,14 +118,10 @@ def _no_gradient(uncompiled: contextlib.AbstractContextManager[Any], batch: Any,
     with uncompiled as model:
         is_fine = are_finite(gradients_of(loss_fn(model, batch)).values())
     if is_fine:
-        return (
-            "gact_fx.compile: the last sample batch has NaN or infinity in its gradients with activations stored in 8 "
-            "bits, and none without; please report this, and train with budget_bits=None meanwhile"
-        )
-    return (
-        "gact_fx.compile: no sample batch has finite gradients, and the last one has none in eager PyTorch either; "
-        "check the loss for NaN or infinity, and the batches"
-    )
+        which = "the last one has with activations that are exact; please report this, and train with budget_bits=None"
+    else:
+        which = "the last one has none in eager PyTorch either; check the loss for NaN or infinity, and the batches"
+    return f"gact_fx.compile: no sample batch has finite gradients, and {which}"
 
 
 class Moments:
