@@ -125,6 +125,9 @@ def _is_worth_it(factors: Collection[fx.Node], inner: Sequence[fx.Node], varies:
     """
     if varies.isdisjoint(factors) or (len(inner) == 1 and inner[0].target is aten.mul.Tensor):
         return False
+    if any(node.meta["val"].dtype is torch.float16 for node in inner):
+        # Of small tangents factors may be multiplied that overflow by themselves.
+        return False
     decisions = [node for node in factors if node not in varies and _is_boolean(node)]
     before = ancestors(factors) & varies
     sources = [node for node in before if node.op == "placeholder"]

@@ -79,6 +79,11 @@ class Step:
         return frozenset(how.name for _, how in self.analysis.quantized() if how.bends and not how.is_tame)
 
     @property
+    def has_collectives(self) -> bool:
+        """Whether running backward takes other ranks."""
+        return any("c10d" in str(node.target) for node in self.backward.graph.nodes if node.op == "call_function")
+
+    @property
     def is_finite(self) -> bool:
         """Whether the tangents are free of NaN and infinity."""
         placeholders = self.backward.graph.find_nodes(op="placeholder")

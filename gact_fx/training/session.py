@@ -128,10 +128,11 @@ class Session:
     def check(self) -> None:
         """Try the plan that the profiles lead to on the step that was measured last, which is let go of.
 
-        Where parameters are sharded, all of their gradients would not fit: there the plan is not tried.
+        Where parameters are sharded, all of their gradients would not fit, and where backward has collectives, ranks
+        would not agree on how often it runs: there the plan is not tried.
         """
         latest, self._latest = self._latest, None
-        if latest is not None and all(step.outputs is not None for step in latest.steps):
+        if latest is not None and all(s.outputs is not None and not s.has_collectives for s in latest.steps):
             check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
 
     def learn(self, steps: Sequence[Step], minibatch_variance: float | None = None) -> None:

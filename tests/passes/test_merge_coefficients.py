@@ -58,6 +58,13 @@ def test_one_decision_beside_values_is_left_to_itself(trace: Trace) -> None:
     assert not merged(pair)
 
 
+def test_factors_that_overflow_by_themselves_are_not_multiplied(trace: Trace) -> None:
+    weight = nn.Parameter(torch.randn(64, 64).half())
+    pair = trace(lambda x: F.elu(x @ weight) * 300.0 * 300.0, torch.randn(32, 64).half())
+    run_pass("merge_coefficients", pair)
+    assert not merged(pair)
+
+
 def node(target: Any, *args: object) -> tuple[fx.Node, list[fx.Node]]:
     """A call of ``target``, where "x" is a tensor that varies and "y" another."""
     graph = fx.Graph()

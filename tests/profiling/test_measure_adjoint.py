@@ -177,6 +177,22 @@ def test_writing_in_place_has_a_derivative() -> None:
     assert meters and not opaque
 
 
+def test_what_bends_in_front_of_an_operator_without_second_derivative() -> None:
+    """It is as large that a sample of it stands for all, and nothing of it reaches a coefficient with a derivative."""
+    first, second, third = (nn.Linear(64, 64) for _ in range(3))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scale = first(x).detach()
+        return (scaled(second(x), scale.exp()) + scaled(third(x), scale.sin())).square().mean()
+
+    steps = record(function, torch.randn(2048, 64), unknown_operators="compress")
+    ((_, opaque),) = measured(steps, probes=1)
+    assert opaque
+    with torch.no_grad():
+        found = measure_step(steps, Config(inner="eager"))
+    assert found[0]
+
+
 def test_dynamic_shapes() -> None:
     first, second, x = nn.Linear(48, 64), nn.Linear(64, 64), torch.randn(96, 48)
     torch._dynamo.mark_dynamic(x, 0)
@@ -248,6 +264,24 @@ refusing.register_fake(torch.empty_like)
 refusing.register_autograd(
     lambda ctx, grad: refusing_backward(grad, ctx.saved_tensors[0]),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+@torch.library.custom_op("gact_test::scaled", mutates_args=())
+def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * scale
+
+
+@torch.library.custom_op("gact_test::scaled_backward", mutates_args=())
+def scaled_backward(grad: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return grad * scale
+
+
+scaled.register_fake(lambda x, scale: torch.empty_like(x))
+scaled_backward.register_fake(lambda grad, scale: torch.empty_like(grad))
+scaled.register_autograd(
+    lambda ctx, grad: (scaled_backward(grad, ctx.saved_tensors[0]), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
 )
 
 
