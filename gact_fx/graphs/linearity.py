@@ -7,7 +7,8 @@ where passes run among fake tensors; public would be a way to leave fake modes).
 """
 
 import functools
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ _COUNT = 64
 _FEWEST = 8
 # Of a result's own precision.
 _TOLERANCE = 64
+# Any threshold of what clips or shrinks lies between them.
+_SCALES = (1e-20, 1e20)
+_Run = Callable[[dict[Any, Any]], torch.Tensor | None]
 # They work element by element, but PyTorch does not say so.
 _UNTAGGED = frozenset({"clone", "convert_element_type", "_to_copy", "masked_fill", "gelu_backward"})
 
@@ -100,7 +104,40 @@ def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors:
         # Where an operator is not defined it says nothing.
         is_finite = a.isfinite() & b.isfinite() & c.isfinite()
         is_close: torch.Tensor = (a + b - c).abs() <= precision * (a.abs() + b.abs() + c.abs())
-        return int(is_finite.sum()) >= _FEWEST and bool(is_close[is_finite].all())
+        if int(is_finite.sum()) < _FEWEST or not bool(is_close[is_finite].all()):
+            return False
+
+        def call(given: dict[_Slot, Any]) -> torch.Tensor | None:
+            return _call(target, args, kwargs, {**others, **given})
+
+        return all(_is_homogeneous(call, left, scale, precision) for scale in _SCALES) and _passes_nan(call, left)
+
+
+def _is_homogeneous(call: _Run, given: dict[_Slot, Any], scale: float, precision: float) -> bool:
+    """Whether so many times the inputs give so many times the result, apart from what zeros give.
+
+    What clips or shrinks does so at a threshold that other numbers need not reach.
+    """
+    zero, once = call({slot: torch.zeros_like(x) for slot, x in given.items()}), call(given)
+    many = call({slot: scale * x for slot, x in given.items()})
+    if zero is None or once is None or many is None:
+        return False
+    limits, rest = torch.finfo(many.dtype), zero.double()
+    expected, found = scale * (once.double() - rest), many.double() - rest
+    in_range = (expected.abs() > limits.tiny / limits.eps) & (expected.abs() < limits.max * limits.eps)
+    known = in_range & rest.isfinite()
+    rounding = found.abs() + scale * (once.double().abs() + rest.abs()) + rest.abs()
+    is_close = (found - expected).abs() <= precision * rounding
+    return bool(is_close[known].all())
+
+
+def _passes_nan(call: _Run, given: dict[_Slot, Any]) -> bool:
+    """Whether what is not a number stays so, where numbers matter: `nan_to_num` is there to stop it."""
+    zero, once = call({slot: torch.zeros_like(x) for slot, x in given.items()}), call(given)
+    found = call({slot: torch.full_like(x, math.nan) for slot, x in given.items()})
+    if zero is None or once is None or found is None:
+        return False
+    return bool(found[(once != zero) & once.isfinite()].isnan().all())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gact_fx.codec.code import Code
+from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
@@ -88,7 +88,7 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
     alone = replace(
         config,
         adaptive=False,
-        budget_bits=math.floor(config.budget_bits),
+        budget_bits=min(math.floor(config.budget_bits), WIDTHS[-1]),
         budget_bytes=None,
         max_gradient_noise=None,
     )

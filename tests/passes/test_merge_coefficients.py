@@ -58,6 +58,21 @@ def test_one_decision_beside_values_is_left_to_itself(trace: Trace) -> None:
     assert not merged(pair)
 
 
+@pytest.mark.parametrize(
+    "clip", [lambda t: t.clamp(-1000, 1000), lambda t: t.nan_to_num(0.0, 0.0, 0.0), lambda t: F.hardshrink(t, 1e-6)]
+)
+def test_what_clips_gradients_is_not_linear(clip: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Nor is a gradient that it clips merged with what follows; its threshold may be far from the numbers tried."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(4)
+    traced = fx.symbolic_trace(clip)
+    (call,) = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
+    targets = {"clamp": torch.ops.aten.clamp.default, "nan_to_num": torch.ops.aten.nan_to_num.default}
+    target = targets.get(str(call.target), torch.ops.aten.hardshrink.default)
+    assert not is_linear(graph.call_function(target, (x, *call.args[1:])), [x])
+
+
 def test_factors_that_overflow_by_themselves_are_not_multiplied(trace: Trace) -> None:
     weight = nn.Parameter(torch.randn(64, 64).half())
     pair = trace(lambda x: F.elu(x @ weight) * 300.0 * 300.0, torch.randn(32, 64).half())
