@@ -24,6 +24,7 @@ from gact_fx.config import Config
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
+from gact_fx.training.check_plan import MeasuredStep
 from gact_fx.training.session import Session
 
 Network = tuple[nn.Module, Batch, Callable[[nn.Module, Batch], torch.Tensor]]
@@ -73,7 +74,7 @@ def recorded_step(name: str) -> list[Step]:
     steps: list[Step] = []
     measure_as_usual = Session.measure
 
-    def keep(self: Session, found: Sequence[Step], bar: object = None) -> bool:
+    def keep(self: Session, found: Sequence[Step], bar: object = None) -> MeasuredStep | None:
         steps.extend(found)
         return measure_as_usual(self, found, bar)
 

@@ -12,10 +12,12 @@ from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
+from gact_fx.training.minibatch_variance import LossFunction
 from gact_fx.training.model import Target, is_copy, owned_by, session_of
 from gact_fx.training.ranks import Ranks, without_sync
-from gact_fx.training.sample_batches import LossFunction, default_loss, modules_of, profile_batches, unchanged
+from gact_fx.training.sample_batches import default_loss, profile_batches
 from gact_fx.training.session import Session
+from gact_fx.training.unchanged import modules_of, unchanged
 
 Model = TypeVar("Model", bound=Callable[..., Any])
 

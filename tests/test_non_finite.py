@@ -9,7 +9,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
-from gact_fx.training.sample_batches import _Spread
+from gact_fx.training.minibatch_variance import Spread
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 BAD = X.clone()
@@ -112,7 +112,7 @@ def test_one_batch_with_a_mask_gives_a_variance() -> None:
 
 def test_complex_gradients_vary_in_their_imaginary_parts_too() -> None:
     rows = [torch.randn(5, dtype=torch.complex64) for _ in range(4)]
-    spread, leaf = _Spread(), torch.zeros(())
+    spread, leaf = Spread(), torch.zeros(())
     for row in rows:
         spread.add({leaf: row.to(torch.complex128)})
     wanted = sum(part.double().var(0).sum() for part in torch.view_as_real(torch.stack(rows)).unbind(-1))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gact_fx.diagnostics.gradient_error import ParameterError
-from gact_fx.training.sample_batches import Moments
+from gact_fx.training.minibatch_variance import Moments
 
 
 class GradientMoments:

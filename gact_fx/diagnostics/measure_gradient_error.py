@@ -18,19 +18,12 @@ from gact_fx.passes import PIPELINE
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.pipeline import Pass
 from gact_fx.training.backend import Backend
+from gact_fx.training.minibatch_variance import LossFunction, gradients_of
 from gact_fx.training.model import running, session_of
 from gact_fx.training.rewrite import RewrittenGraph
-from gact_fx.training.sample_batches import (
-    WHAT_BATCHES_ARE,
-    LossFunction,
-    check_loss,
-    default_loss,
-    gradients_of,
-    iterate,
-    modules_of,
-    unchanged,
-)
+from gact_fx.training.sample_batches import WHAT_BATCHES_ARE, check_loss, default_loss, iterate
 from gact_fx.training.session import Session
+from gact_fx.training.unchanged import modules_of, unchanged
 from gact_fx.training.usage_error import UsageError, first_line
 
 _WHO = "gact_fx.measure_gradient_error"

@@ -134,6 +134,8 @@ def _is_homogeneous(call: _Run, given: dict[_Slot, Any], scale: float, precision
 def _passes_nan(call: _Run, given: dict[_Slot, Any]) -> bool:
     """Whether what is not a number stays so, where numbers matter: `nan_to_num` is there to stop it."""
     zero, once = call({slot: torch.zeros_like(x) for slot, x in given.items()}), call(given)
+    if not all(x.is_floating_point() for x in given.values()):
+        return True
     found = call({slot: torch.full_like(x, math.nan) for slot, x in given.items()})
     if zero is None or once is None or found is None:
         return False
@@ -147,6 +149,7 @@ def _is_finite(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> b
         values = {slot: _numbers(slot, generator) for slot in _slots(args, kwargs)}
         for slot in values:
             if slot.varies:
+                # Codes reach half a step beyond stored values: an overflow of these is one of the model's as well.
                 values[slot] = values[slot].double()
                 values[slot][0] = 0
         found = _call(target, args, kwargs, values)

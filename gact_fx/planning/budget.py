@@ -114,7 +114,7 @@ def _choose(
                 "none; pass budget_bits instead"
             )
         # Together codes were found to add more than each was predicted to.
-        limit = config.max_gradient_noise * minibatch_variance / max(1.0, *(graph.correction for graph in graphs))
+        limit = config.max_gradient_noise * minibatch_variance / max((1.0, *(graph.correction for graph in graphs)))
         return fewest_bytes(menus, limit)
     if config.budget_bytes is not None:
         fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)

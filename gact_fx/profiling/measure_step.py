@@ -28,7 +28,10 @@ def measure_step(
             adjoint = [Measured(_equal_meters(step), {}, frozenset(step.readings.values())) for step in steps]
         else:
             adjoint = measure_adjoint(steps, probes=config.profile_draws, seed=config.seed)
-        slow = [measured.opaque | _unknown(measured) for measured in adjoint]
+        # What is unknown depends on the data, and ranks that run different numbers of backward passes would wait for
+        # each other's collectives.
+        has_collectives = any(step.has_collectives for step in steps)
+        slow = [m.opaque if has_collectives else m.opaque | _unknown(m) for m in adjoint]
         empirical: list[dict[str, float]] = [{} for _ in steps]
         if any(slow):
             # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
@@ -42,8 +45,8 @@ def measure_step(
                 if is_opaque:
                     meter.weigh_equally()
                 found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
-                if is_opaque and name in step.with_poles:
-                    # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
+                # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
+                if name in step.with_poles if is_opaque else name in _unknown(measured):
                     found[name] = Sensitivity(math.inf, dict.fromkeys(found[name].variances, math.inf))
                 if name in measured.bent and not is_opaque:
                     found[name] = measured.bent[name].result(found[name])

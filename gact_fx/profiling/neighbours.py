@@ -18,9 +18,9 @@ def codes_beside(x: torch.Tensor, bits: int) -> Neighbours:
     code = Code(bits, "stochastic", GROUP_SIZE)
     index = torch.arange(len(groups), device=x.device)
     codes, minimum, step = quantize(groups, code, index)
-    drawn = dequantize(codes, minimum, step, x.dtype, code, index)
+    drawn = dequantize(codes, minimum, step, groups.dtype, code, index)
     other = torch.where(drawn > groups, codes - 1, codes + 1).clamp(0, 2**bits - 1)
-    other = dequantize(other, minimum, step, x.dtype, code, index)
+    other = dequantize(other, minimum, step, groups.dtype, code, index)
     low, high = torch.minimum(drawn, other), torch.maximum(drawn, other)
     chance = ((groups - low) / (high - low)).nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
     return restore(low), restore(high), [restore(1 - chance), restore(chance)]
@@ -53,7 +53,8 @@ def draw(neighbours: Neighbours, rounding: str, seed: int) -> torch.Tensor:
 
 def _grouped(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Groups of elements as they lie in memory order, and what puts such groups in the shape of ``x``."""
-    flat = x.detach().reshape(-1)
+    # Half precision has no room for the span of its own numbers.
+    flat = x.detach().reshape(-1).float() if x.element_size() < 4 else x.detach().reshape(-1)
     missing = -flat.numel() % GROUP_SIZE
     groups = torch.cat([flat, flat[-1:].expand(missing)]).view(-1, GROUP_SIZE)
     return groups, lambda found: found.reshape(-1)[: flat.numel()].view(x.shape).to(x.dtype)

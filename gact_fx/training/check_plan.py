@@ -63,7 +63,8 @@ def check_plan(
         profile.excess = best.excess[key]
         # What was recorded is on the grid of 8 bits or bfloat16 already, where such codes have no error: less is no
         # proof.
-        profile.correction = max(best.found / best.predicted, 1.0) if best.predicted > 0 else 1.0
+        is_known = best.predicted > 0 and math.isfinite(best.found)
+        profile.correction = max(best.found / best.predicted, 1.0) if is_known else 1.0
     if best.found > TOLERANCE * best.predicted + LEAST * meter.squared_norm:
         log.info("codes together add %.3g times what was predicted of each", best.found / max(best.predicted, _SMALL))
 

@@ -10,8 +10,8 @@ from torch import nn
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
 from gact_fx.training.ranks import unwrapped
-from gact_fx.training.sample_batches import modules_of
 from gact_fx.training.session import Session, log
+from gact_fx.training.unchanged import modules_of
 
 _ATTRIBUTE = "_gact_fx_session"
 

@@ -61,7 +61,6 @@ class Session:
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
-        self._latest: MeasuredStep | None = None
 
     def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
@@ -98,11 +97,11 @@ class Session:
 
     # Profiling
 
-    def measure(self, steps: Sequence[Step], bar: Any = None) -> bool:
-        """Add the sensitivities of one training step to the profiles; False where its gradients are not finite."""
+    def measure(self, steps: Sequence[Step], bar: Any = None) -> MeasuredStep | None:
+        """Add the sensitivities of one training step to the profiles; None where its gradients are not finite."""
         if not all(step.is_finite for step in steps):
             log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
-            return False
+            return None
         profiles = []
         for step in steps:
             key = graph_fingerprint(step.analysis.saved)
@@ -111,28 +110,24 @@ class Session:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         bends = any(how.bends for step in steps for _, how in step.analysis.quantized())
         if not self.config.adaptive and not bends:
-            return True
+            return MeasuredStep(steps, [{} for _ in steps])
         if bar is not None:
             bar.total += sum(len(step.analysis.quantized()) for step in steps)
             bar.refresh()
         measured = measure_step(steps, self.config, bar.update if bar is not None else lambda count: None)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
             profile.add(step.analysis, sensitivities)
-        self._latest = MeasuredStep(steps, measured)
-        return True
+        return MeasuredStep(steps, measured)
 
-    def let_go(self) -> None:
-        """Of the step that was measured last, which is not the last one, so that its memory is free for the next."""
-        self._latest = None
-
-    def check(self) -> None:
-        """Try the plan that the profiles lead to on the step that was measured last, which is let go of.
+    def check(self, latest: MeasuredStep | None) -> None:
+        """Try the plan that the profiles lead to on the step that was measured last.
 
         Where parameters are sharded, all of their gradients would not fit, and where backward has collectives, ranks
         would not agree on how often it runs: there the plan is not tried.
         """
-        latest, self._latest = self._latest, None
-        if latest is not None and all(s.outputs is not None and not s.has_collectives for s in latest.steps):
+        if latest is None or not any(latest.sensitivities):
+            return
+        if all(s.is_finite and s.outputs is not None and not s.has_collectives for s in latest.steps):
             check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
 
     def learn(self, steps: Sequence[Step], minibatch_variance: float | None = None) -> None:
@@ -144,8 +139,9 @@ class Session:
             self.minibatch_variance = minibatch_variance
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
         try:
-            if self.measure(steps) and self.profiles:
-                self.check()
+            measured = self.measure(steps)
+            if measured is not None and self.profiles:
+                self.check(measured)
                 self._has_sample = True
                 if not self._is_among_ranks:
                     self.make_plan()

@@ -25,6 +25,10 @@ GROUP, NUMEL = 256, 8192
 OPTIONS: dict[str, Any] = {"group_size": GROUP}
 
 
+def test_a_bound_on_noise_without_graphs() -> None:
+    assert choose_plan([], Config(max_gradient_noise=0.1), "", 1.0).graphs == ()
+
+
 def saved(name: str, owner: str = "nobody", dtype: torch.dtype = torch.float32, storage: int = 0) -> SavedTensor:
     return SavedTensor(name, f"{name}#0", name, "", (NUMEL,), (1,), dtype, storage, NUMEL * dtype.itemsize, owner)
 

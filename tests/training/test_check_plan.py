@@ -19,6 +19,7 @@ from gact_fx.planning.graph_profile import GraphProfile
 from gact_fx.profiling.measure_plan import PlanMeter
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.recorder import Recorder
+from gact_fx.profiling.rounding_meter import RoundingMeter
 from gact_fx.profiling.tape import Step
 from gact_fx.records import Sensitivity
 from gact_fx.training.backend import Backend
@@ -123,6 +124,26 @@ def test_what_is_not_finite_is_stored_soundly() -> None:
     check_plan(MeasuredStep(steps, finite), profiles, lambda: chosen(profiles), 0)
     with torch.no_grad():
         assert math.isfinite(PlanMeter(steps).squared_error(chosen(profiles)))
+
+
+def test_a_trial_that_is_never_finite_corrects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    latest, profiles = profiled(record(Mixed(), *mixed_batch()), {})
+    monkeypatch.setattr(PlanMeter, "squared_error", lambda *args: math.inf)
+    check_plan(latest, profiles, lambda: chosen(profiles), 0)
+    assert all(math.isfinite(profile.correction) for profile in profiles.values())
+
+
+@pytest.mark.parametrize("has_collectives", [False, True])
+def test_ranks_run_equally_many_passes_whatever_is_not_a_number(
+    has_collectives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no derivative is measured by Algorithm 1, or, where other ranks would wait for its passes, is exact."""
+    steps = record(Mixed(), *mixed_batch())
+    monkeypatch.setattr(Step, "has_collectives", has_collectives)
+    monkeypatch.setattr(RoundingMeter, "is_unknown", True)
+    (found,) = measure_step(steps, CONFIG)
+    values = [found[t.name].value for t, how in steps[0].analysis.quantized() if not how.bends]
+    assert values and all(math.isinf(value) is has_collectives for value in values)
 
 
 def test_what_backward_gave_is_kept_until_somebody_writes_to_it() -> None:

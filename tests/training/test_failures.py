@@ -11,6 +11,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx.profiling.tape import Step
+from gact_fx.training.check_plan import MeasuredStep
 from gact_fx.training.model import session_of
 from gact_fx.training.session import Session
 
@@ -69,7 +70,7 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Net:
     """A network that fails where the fuse is set."""
     measure = Session.measure
 
-    def measured(self: Session, *args: Any) -> bool:
+    def measured(self: Session, *args: Any) -> MeasuredStep | None:
         found = measure(self, *args)
         fuse.blow("measuring")
         return found
@@ -130,9 +131,8 @@ def test_a_step_that_is_profiled_again(
     session = session_of(model)
     assert session is not None
 
-    def measure(steps: Sequence[Step], bar: object = None) -> bool:
+    def measure(steps: Sequence[Step], bar: object = None) -> None:
         measured.append(len(steps))
-        return False
 
     session.measure = measure  # type: ignore[method-assign]
     assert step(model) < 0.02 and measured == [1]

@@ -1,6 +1,8 @@
 """Batches to profile on that are out of the ordinary: no graph, no finite gradient, no two halves."""
 
 import logging
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
+from gact_fx.training.check_plan import MeasuredStep, check_plan
 
 
 class Uncaptured(nn.Module):
@@ -53,6 +56,20 @@ def test_whose_fault_a_gradient_without_numbers_is() -> None:
         gact_fx.compile(
             Mixed(), inner="eager", sample_batches=[mixed_batch()], loss_fn=lambda m, b: m(*b) * float("nan")
         )
+
+
+def test_the_plan_is_tried_although_the_last_batch_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[MeasuredStep] = []
+
+    def check(latest: MeasuredStep, *args: Any) -> None:
+        tried.append(latest)
+        check_plan(latest, *args)
+
+    monkeypatch.setattr("gact_fx.training.session.check_plan", check)
+    good = mixed_batch()
+    bad = tuple(torch.full_like(x, math.nan) if x.is_floating_point() else x for x in good)
+    gact_fx.compile(Mixed(), inner="eager", sample_batches=[bad, good, bad])
+    assert len(tried) == 1 and all(step.is_finite for step in tried[0].steps)
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])

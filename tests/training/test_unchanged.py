@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gact_fx
-from gact_fx.training.sample_batches import modules_of
+from gact_fx.training.unchanged import modules_of
 
 X = torch.randn(64, 16)
 OPTIONS: dict[str, Any] = {"inner": "eager", "min_elements": 64}
