@@ -1,7 +1,14 @@
-"""Judges the gradient through one of PyTorch's own operators, as its tests sample it: codes against eager autograd."""
+"""Judges the gradient through PyTorch's own operators and modules, as its tests sample them: codes against autograd.
 
+``python tests/op_judge.py --bits 4`` judges all of them, and says what share of the floating bytes is compressed.
+"""
+
+import argparse
+import collections
 import copy
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +60,17 @@ class Through(nn.Module):
 @dataclass(frozen=True)
 class Verdict:
     """What one sample's gradient was: "right", "wrong", "not finite", "untraced" or "unstable" (float32 itself, and
-    what cannot be repeated), with its error, and the error that the plan predicts, as shares of the gradient."""
+    what cannot be repeated), with its error, and the error that the plan predicts, as shares of the gradient.
+
+    ``nbytes`` of floating-point tensors are saved, of which ``compressed`` are not kept exact.
+    """
 
     kind: str
     error: float = math.nan
     predicted: float = math.nan
     detail: str = ""
+    nbytes: int = 0
+    compressed: int = 0
 
 
 def samples(op: Any) -> Iterator[tuple[list[Any], Any]]:
@@ -73,15 +85,32 @@ def samples(op: Any) -> Iterator[tuple[list[Any], Any]]:
         yield leaves, spec
 
 
-def judge(operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: int) -> Verdict:
-    """``judge_module`` of the operator on the tensors in ``leaves``."""
+def module_samples(info: Any) -> Iterator[tuple[nn.Module, list[Any], Any]]:
+    """The modules that PyTorch's tests make of one class, each with its inputs' leaves and their structure."""
+    for sample in info.module_inputs_func(
+        info, device=torch.device("cpu"), dtype=torch.float32, requires_grad=False, training=True
+    ):
+        given, inputs = sample.constructor_input, sample.forward_input
+        leaves, spec = tree_flatten((inputs.args, inputs.kwargs))
+        if any(map(_is_varied, leaves)):
+            yield info.module_cls(*given.args, **given.kwargs), leaves, spec
+
+
+def judge(
+    operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: int, seed: int | None = None
+) -> Verdict:
+    """``judge_module`` of the operator, or module, on the tensors in ``leaves``."""
+    if isinstance(operator, nn.Module):
+        # What is made lazily needs its shapes first.
+        operator(*_arguments(leaves, spec)[0], **_arguments(leaves, spec)[1])
     model = Through(operator, leaves, spec)
     varied = [x for x in leaves if _is_varied(x)]
     precise = copy.deepcopy(model).double()
     # A copy has a marker of its own.
     precise.constants = [_double(x) for x in model.constants]
     # Of few elements, few probes say little.
-    return judge_module(model, varied, bits, precise=precise, min_elements=LEAST, group_size=64, profile_draws=16)
+    options = {"min_elements": LEAST, "group_size": 64, "profile_draws": 16}
+    return judge_module(model, varied, bits, precise=precise, seed=seed, **options)
 
 
 def judge_module(
@@ -116,19 +145,23 @@ def judge_module(
         gradient = _gradient(model, varied, seed)
     except torch._dynamo.exc.TorchDynamoException as failed:
         return Verdict("error", detail=str(failed)[:300])
-    plan = gact_fx.inspect(model).plan
+    report = gact_fx.inspect(model)
+    plan = report.plan
     if plan is None:
         return Verdict("untraced", detail="no plan")
+    rows = [row for row in report.rows if "float" in row.dtype]
+    total = sum(row.bytes_before for row in rows)
+    compressed = sum(row.bytes_before for row in rows if row.bits is not None or row.encoding == "drop")
     error = float((gradient - exact).norm()) / norm
     predicted = math.sqrt(plan.variance or 0.0) / norm
     if not math.isfinite(error):
-        return Verdict("not finite", error, predicted)
+        return Verdict("not finite", error, predicted, "", total, compressed)
     limit = max(3 * predicted, FLOOR[bits])
     if error > limit:
         # One draw may be rare where single elements are far larger than the others: the mean over draws decides.
         found = gact_fx.measure_gradient_error(model, [tuple(varied)], lambda m, b: m(*b), draws=DRAWS)
         error = math.sqrt(found.total.variance + found.total.bias_estimate**2) / norm
-    return Verdict("right" if error <= limit else "wrong", error, predicted)
+    return Verdict("right" if error <= limit else "wrong", error, predicted, "", total, compressed)
 
 
 def _gradient(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int | None = None) -> torch.Tensor:
@@ -137,6 +170,11 @@ def _gradient(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int | None
         torch.manual_seed(seed)
     model(*inputs).backward()
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def _arguments(leaves: Sequence[Any], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = tree_unflatten(list(leaves), spec)
+    return tuple(args), kwargs
 
 
 def _is_varied(x: Any) -> bool:
@@ -150,3 +188,47 @@ def _double(x: Any) -> Any:
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1.5, x.numel(), dtype=x.dtype).reshape(x.shape)
+
+
+def _all_cases() -> Iterator[tuple[str, Any, list[Any], Any]]:
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
+    for op in op_db:
+        if op.supports_autograd and torch.float32 in op.dtypes:
+            torch.manual_seed(0)
+            yield from ((f"{op.name} {op.variant_test_name}".strip(), op.op, *each) for each in samples(op))
+    for info in module_db:
+        torch.manual_seed(0)
+        yield from ((info.name, *each) for each in module_samples(info))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--part", default="0/1", help="which part of the cases, as 0/2 and 1/2 are the halves")
+    given = parser.parse_args()
+    part, parts = map(int, given.part.split("/"))
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    count: collections.Counter[str] = collections.Counter()
+    nbytes = compressed = 0
+    for index, (name, operator, leaves, spec) in enumerate(_all_cases()):
+        if given.only not in name or index % parts != part:
+            continue
+        torch.manual_seed(0)
+        try:
+            verdict = judge(operator, leaves, spec, given.bits, 0 if isinstance(operator, nn.Module) else None)
+        except Exception as error:
+            verdict = Verdict("error", detail=f"{type(error).__name__}: {str(error)[:200]}")
+        count[verdict.kind] += 1
+        nbytes, compressed = nbytes + verdict.nbytes, compressed + verdict.compressed
+        if verdict.kind != "right" or given.only:
+            print(f"{name:40} {verdict}", flush=True)
+    share = compressed / nbytes if nbytes else 0.0
+    print(f"{dict(count)}; of {nbytes} floating bytes {compressed} are compressed, {share:.1%}")
+
+
+if __name__ == "__main__":
+    main()
