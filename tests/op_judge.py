@@ -109,7 +109,7 @@ def judge(
     # A copy has a marker of its own.
     precise.constants = [_double(x) for x in model.constants]
     # Of few elements, few probes say little.
-    options = {"min_elements": LEAST, "group_size": 64, "profile_draws": 16}
+    options: dict[str, Any] = {"min_elements": LEAST, "group_size": 64, "profile_draws": 16}
     return judge_module(model, varied, bits, precise=precise, seed=seed, **options)
 
 

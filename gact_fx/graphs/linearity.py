@@ -83,8 +83,10 @@ def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tens
 
 def _are_alike(node: fx.Node) -> bool:
     """Whether all that ``node`` reads is a number or as large as its result, as pooling need not be."""
-    values = [i.meta.get("val") for i in (node, *node.all_input_nodes)]
-    return all(isinstance(x, torch.Tensor) and (not x.dim() or x.shape == values[0].shape) for x in values)
+    result: Any = node.meta.get("val")
+    values: list[Any] = [i.meta.get("val") for i in node.all_input_nodes]
+    are_tensors = all(isinstance(x, torch.Tensor) for x in (result, *values))
+    return are_tensors and all(not x.dim() or x.shape == result.shape for x in values)
 
 
 def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, float]) -> bool:
@@ -178,7 +180,7 @@ def _passes_nan(call: _Run, given: dict[_Slot, Any]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_local(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> bool:
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
