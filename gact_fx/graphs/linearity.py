@@ -40,7 +40,7 @@ def is_pointwise(node: fx.Node) -> bool:
     if torch.Tag.pointwise in node.target.tags or name in _UNTAGGED:
         return True
     # PyTorch does not say so of most derivatives of pointwise functions.
-    is_formula = name.endswith("_backward") and _are_alike(node)
+    is_formula = node.target.namespace == "aten" and name.endswith("_backward") and _are_alike(node)
     return is_formula and _is_local(node.target, *_signature(node, node.all_input_nodes))
 
 
