@@ -31,7 +31,8 @@ MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What backward makes of a tensor up to where it meets tangents: these backward nodes, ``numel`` elements in all.
+    """What backward makes of a tensor up to where it meets tangents: these backward nodes, of one ``dtype``, with
+    ``numel`` elements in all.
 
     Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
     are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
@@ -39,6 +40,7 @@ class Coefficients:
     """
 
     nodes: tuple[str, ...]
+    dtype: torch.dtype
     numel: int
     masks: tuple[str, ...]
     mask_numel: int

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind, is_float
 from gact_fx.graphs.linearity import is_affine, is_pointwise
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
-     aten.alias, aten.detach, aten.clone}
+     aten.alias, aten.detach, aten.clone, aten._to_copy, torch.ops.prims.convert_element_type}
 )  # fmt: skip
 # Backward formulas that mix elements → the arguments, by position or keyword, in which they are not linear.
 _NONLINEAR: dict[object, tuple[int | str, ...]] = {
@@ -126,9 +127,9 @@ class _Region:
         self._masks = masks
 
     def last_dominator(self, placeholder: fx.Node) -> fx.Node:
-        """The last node of the same size and dtype through which all passes that backward reads of a saved tensor.
+        """The last node of the same size through which all passes that backward reads of a saved tensor.
 
-        The ``placeholder`` itself where there is none, or none but views of it.
+        The ``placeholder`` itself where there is none, or none but views and casts of it.
         """
         reached = self._closure(placeholder)
         value = placeholder.meta["val"]
@@ -136,7 +137,7 @@ class _Region:
             found = node.meta.get("val")
             if node is placeholder or not isinstance(found, torch.Tensor):
                 continue
-            fits = found.dtype == value.dtype and found.numel() == value.numel()
+            fits = found.dtype in SOURCE_DTYPES and found.numel() == value.numel()
             if fits and not self._escapes(self._closure(placeholder, end=node), node):
                 return placeholder if behind(node, _VIEWS) is placeholder else node
         return placeholder

@@ -6,8 +6,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gact_fx
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.passes.find_substitutes import _NONLINEAR
+from gact_fx.plan import TensorPlan
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
@@ -216,3 +218,15 @@ def test_no_fused_attention_is_linear_in_its_mask() -> None:
         nonlinear = {argument.name for i, argument in enumerate(arguments) if {i, argument.name} & positions}
         masks = {argument.name for argument in arguments} & {"attn_mask", "attn_bias"}
         assert nonlinear == masks | ({"query", "key"} if is_backward else set()), name
+
+
+def test_a_softmax_in_float32_of_bfloat16_scores(trace: Trace) -> None:
+    """Of another dtype than the scores, the exponentials of these take their place, and count what they take."""
+    v = nn.Parameter(torch.randn(32, 64).bfloat16())
+    pair = trace(lambda x: (x @ v).float().softmax(-1).square().sum(), torch.randn(64, 32).bfloat16(), inner="inductor")
+    found = [(t, how) for t, how in analyze(pair).quantized() if how.instead]
+    ((tensor, how),) = found
+    assert (tensor.dtype, how.dtype) == (torch.bfloat16, torch.float32)
+    groups = tensor.numel // 256
+    assert how.nbytes(tensor, TensorPlan(tensor.key, Code(4))) == tensor.numel // 2 + groups * 6
+    assert how.nbytes(tensor, TensorPlan(tensor.key, None)) == tensor.numel * 4
