@@ -100,8 +100,8 @@ def judge(
     operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: int, seed: int | None = None
 ) -> Verdict:
     """``judge_module`` of the operator, or module, on the tensors in ``leaves``."""
-    if isinstance(operator, nn.Module):
-        # What is made lazily needs its shapes first.
+    if isinstance(operator, nn.modules.lazy.LazyModuleMixin):
+        # It needs its shapes first.
         operator(*_arguments(leaves, spec)[0], **_arguments(leaves, spec)[1])
     model = Through(operator, leaves, spec)
     varied = [x for x in leaves if _is_varied(x)]
