@@ -15,13 +15,12 @@ from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
-from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
+from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, straight_bases
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
-from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
@@ -66,7 +65,7 @@ class _Decisions:
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
-        self._masks, self._substitutes = self._settle(pair, saved, config)
+        self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
         self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._derivable = derivable_nodes(pair)
         self.aliases = _aliases(saved, self._reasons, self._masks)
@@ -82,7 +81,7 @@ class _Decisions:
         self._taken: set[str] = set()
 
     def _settle(
-        self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config
+        self, pair: GraphPair, saved: tuple[SavedTensor, ...], trust_unknown: bool
     ) -> tuple[MaskAnalysis, Substitutes]:
         """Refuse tensors until what is left can be compressed together."""
         while True:
@@ -91,12 +90,13 @@ class _Decisions:
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
             whole = find_coefficients(pair, lossy)
             masks = find_masks(pair, lossy, whole)
-            substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts), whole)
-            unmeasured = _unmeasured(substitutes.unknown, config, _aliases(saved, self._reasons, masks))
+            substitutes = find_substitutes(
+                pair, lossy & masks.values, frozenset(masks.hosts), whole, trust_unknown=trust_unknown
+            )
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.
             too_large = {t.name: _TOO_LARGE for t in saved if numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
-            refused = {**masks.refused, **unmeasured, **substitutes.refused, **too_large}
+            refused = {**masks.refused, **substitutes.refused, **too_large}
             if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
                 return masks, substitutes
             self._reasons.update(refused)
@@ -146,14 +146,10 @@ class _Decisions:
         node = self._nodes[instead]
         order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in self._reordered)
         reason = f"stored as what backward makes of it ({node.target})"
-        options["dtype"] = node.meta["val"].dtype
         return Quantize(name, reason, order, own, mask_numel, instead=instead, **options)
 
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
         """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""
-        unknown = self._substitutes.unknown.get(tensor.name)
-        if unknown is not None:
-            return {"bends": True, "unknown": unknown}
         # What is stored for another tensor's sake has no error of this one.
         given = {*self._masks.hosts, *self._instead.values()}
         chain = dependents_within(stored, self._derivable, given)
@@ -164,14 +160,14 @@ class _Decisions:
             return {}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
-        dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
+        dtype = stored.meta["val"].dtype
         fits = not tensor.dynamic and all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
         names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
         mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._sole
-        stored_instead = Coefficients(names, dtype, total, read, mask_numel, retakes)
+        stored_instead = Coefficients(names, total, read, mask_numel, retakes)
         return {"bends": True, "is_tame": is_tame(chain, stored), "coefficients": stored_instead}
 
     def merging(self, how: Encoding) -> Encoding:
@@ -180,20 +176,6 @@ class _Decisions:
             return how
         value = self._values[how.name]
         return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))
-
-
-def _unmeasured(unknown: Mapping[str, str], config: Config, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Of the tensors that ``unknown`` operators read, those that nobody will try codes of, and why."""
-    why = ""
-    if config.unknown_operators == "exact":
-        why = " (Config.unknown_operators)"
-    elif not config.adaptive:
-        why = ", and adaptive=False does not measure it"
-    return {
-        name: f"{operator} reads it, which gact_fx does not know{why or ', and others lie in the same memory'}"
-        for name, operator in unknown.items()
-        if why or name in {*aliases, *aliases.values()}
-    }
 
 
 def _is_stuck(how: Quantize) -> bool:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Holding
-from gact_fx.passes.encodings import Keep, Mask, Quantize
-from gact_fx.passes.graph_analysis import is_counted
+from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
 from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph
@@ -60,8 +59,7 @@ def graph_rows(
         if after is None:
             after = _first(tensor, kept)
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
-        exact = entry.reason if entry is not None and entry.reason else "the planner found it worth its bytes"
-        reasons = [exact if is_exact else how.reason]
+        reasons = ["the planner found it worth its bytes" if is_exact else how.reason]
         if after and share_after == 0:
             reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:

@@ -10,7 +10,7 @@ from torch import fx
 from gact_fx.breaks.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.tensors import Identity, identity, version
-from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.passes.encodings import GraphAnalysis
 
 # The index of a step, and the name of one of its tensors or tangents.
 Place = tuple[int, str]
@@ -48,11 +48,6 @@ class Step:
         detour = self.detours[position]
         parts = zip(detour.ends, detour(gradient), strict=True)
         return [(None, end.of, part) if end.is_leaf else (end.of, None, part) for end, part in parts]
-
-    def ends(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The gradients among backward's outputs that no other graph goes on with."""
-        goes_on = self.flows.keys() | self.detours.keys()
-        return [x for at, x in enumerate(outputs) if isinstance(x, torch.Tensor) and at not in goes_on]
 
     def leaf(self, position: int) -> Hashable:
         """What identifies the leaf whose gradient a backward output is, None where that is not known."""
