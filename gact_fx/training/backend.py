@@ -41,11 +41,12 @@ class Backend:
         found: list[RewrittenGraph] = []
         # What the recorder knows the graph by, also where it is cut in two more than once.
         key = object()
+        # Asked now: what the compiled graph keeps alive must not hold a batch.
+        upstream = _upstream(module, example_inputs, session)
 
         def cut(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            upstream = _upstream(module, example_inputs, session)
             found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, **options)))
             return found[-1].pair.forward, found[-1].pair.backward
 
@@ -154,14 +155,14 @@ def gact(
         changes = {"config_patches": config.inductor_patches} if config.inner == "inductor" else {}
         return cast(Compiled, compiler(module, list(example_inputs), **changes))
     session = Session(config)
-    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
+    # The first one is compiled where Dynamo asks for it; the inputs of that call are not to outlive it.
+    at_once = [(fx.GraphModule(module, copy.deepcopy(module.graph)), example_inputs)]
     generations = count(0)
 
     def compile(backend: Backend | str) -> Callable[..., Any]:
         generation = next(generations)
-        # The first one is compiled where Dynamo asks for it.
-        if isinstance(backend, Backend) and not generation:
-            return backend(twin, example_inputs)
+        if isinstance(backend, Backend) and at_once:
+            return backend(*at_once.pop())
         return compile_apart(module, backend, generation=generation)
 
     run_states(session, compile, Ranks(session, ()))
