@@ -79,7 +79,7 @@ def measure_sample(
     """
     if not chain.ends:
         nothing = dict.fromkeys(widths, Added(0.0, 0.0, 0.0, 0.0))
-        return {code: added for rounding in ROUNDINGS for code, added in _all_widths(nothing, rounding).items()}
+        return {code: added for rounding in ROUNDINGS for code, added in all_widths(nothing, rounding).items()}
     x = values.reshape(-1)[positions]
     weights = _Weights([slopes[node] for node in chain.ends])
     own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
@@ -96,7 +96,7 @@ def measure_sample(
             first = _first_order(own_weights, x, (low, high), chances)
             added = _added([(weights, sides, chances)], first, COHERENT)
             measured[bits] = added if is_finite else NOT_FINITE
-        found |= _all_widths(measured, rounding)
+        found |= all_widths(measured, rounding)
     return found
 
 
@@ -147,7 +147,7 @@ def measure_whole(
                 for shape, ends in by_shape.items()
             ]
             measured[bits] = _added(parts, first, 1.0)
-        found |= _all_widths(measured, rounding)
+        found |= all_widths(measured, rounding)
     return found
 
 
@@ -227,7 +227,8 @@ def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Nod
     return found.get(node)
 
 
-def _all_widths(measured: Mapping[int, Added], rounding: str) -> dict[Code, Added]:
+def all_widths(measured: Mapping[int, Added], rounding: str) -> dict[Code, Added]:
+    """What codes of every width add, by what those of some do."""
     return {Code(bits, rounding, GROUP_SIZE): _between(measured, bits) for bits in WIDTHS}
 
 

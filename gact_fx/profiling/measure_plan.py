@@ -39,7 +39,7 @@ class PlanMeter:
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
         self._exact = [step.outputs or graph.replay.run({}) for graph, step in zip(self._graphs, steps, strict=True)]
-        ends = (x for step, outputs in zip(steps, self._exact, strict=True) for x in _ends(step, outputs))
+        ends = (x for step, outputs in zip(steps, self._exact, strict=True) for x in step.ends(outputs))
         self.squared_norm = sum(map(squared_norm, ends))
 
     def squared_error(self, plan: Plan, without: AbstractSet[Place] = frozenset()) -> float:
@@ -134,12 +134,3 @@ def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.T
         return found
     filled = torch.zeros_like(values) if stopped.error is None else values + stopped.error.view(values.shape)
     return torch.where(stopped.mask.view(values.shape), filled, found)
-
-
-def _ends(step: Step, outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The gradients among a backward pass's outputs that no other graph goes on with."""
-    return [
-        x
-        for position, x in enumerate(outputs)
-        if isinstance(x, torch.Tensor) and position not in step.flows and position not in step.detours
-    ]

@@ -10,19 +10,23 @@ earlier graphs, whose backward passes are linear in their tangents. Only backwar
 graph only what comes after its first use.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gact_fx.codec import operators
-from gact_fx.codec.code import step_variance
-from gact_fx.graphs.replay import Replay
+from gact_fx.codec.code import Code, step_variance
+from gact_fx.graphs.replay import Replay, Resume
 from gact_fx.plan import tensor_seed
 from gact_fx.profiling.gradient_changes import GradientChanges, difference
 from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
+
+# (code, draw) -> what codes of one tensor change in backward's outputs
+Change = Callable[[Code, int], list[Any]]
 
 
 def measure_sensitivity(
@@ -38,43 +42,48 @@ def measure_sensitivity(
     ``steps`` are the graphs of one training step in forward's order; ``only`` names, per step, the tensors to measure.
     ``progress`` is called with 1 after each tensor. Masks are exact throughout, as they are in training.
     """
-    probes = [_Probe(step, seed) for step in steps]
+    probes = [
+        Probe(step, seed, rounded=[node for node, name in step.readings.items() if name not in step.with_poles])
+        for step in steps
+    ]
     results: list[dict[str, float]] = []
     for index, probe in enumerate(probes):
         found = {}
-        for name, differences in probe.perturbed_gradients(draws, None if only is None else only[index]):
-            squares = sum(_squared_norm(index, difference, probes) for difference in differences)
+        for name, change in probe.changes(None if only is None else only[index]):
+            squares = sum(carried(index, change(REFERENCE, draw), probes) for draw in range(1, draws + 1))
             # Two draws are twice as far apart as one is from the exact values.
-            found[name] = squares / (1 + probe.is_rounded(name)) / draws / step_variance(REFERENCE.bits)
+            is_rounded = name not in probe.step.with_poles
+            found[name] = squares / (1 + is_rounded) / draws / step_variance(REFERENCE.bits)
             progress(1)
         results.append(found)
     return results
 
 
-class _Probe:
-    """One step with all its eligible tensors quantized, but for those that have poles."""
+class Probe:
+    """One step's backward pass with the values of the nodes ``rounded`` in codes, and of the nodes ``fixed`` as they
+    are recorded whatever changes before them.
+    """
 
-    def __init__(self, step: Step, seed: int) -> None:
+    def __init__(self, step: Step, seed: int, rounded: Collection[str] = (), fixed: Collection[str] = ()) -> None:
         self.step = step
         self._seed = seed
         self.replay = Replay(step.backward, step.arguments)
         # The codes stay in memory, the values that they stand for only while backward needs them.
-        rounded = (name for name, tensor in step.readings.items() if tensor not in step.with_poles)
-        self._given = {name: self._codes(name, 0) for name in rounded}
+        self._given: dict[str, Any] = {name: self._codes(name, REFERENCE, 0) for name in rounded}
+        self._given |= {name: partial(self._recorded, name) for name in fixed}
 
-    def perturbed_gradients(self, draws: int, only: frozenset[str] | None) -> Iterator[tuple[str, list[list[Any]]]]:
-        """For every tensor, per draw: what changes in backward's outputs when only this tensor's seed does."""
+    def gradients(self) -> list[torch.Tensor]:
+        """The recorded ones that no other graph goes on with."""
+        return self.step.ends(self.step.outputs or self.replay.run({}))
+
+    def changes(self, only: Collection[str] | None) -> Iterator[tuple[str, Change]]:
+        """For every tensor, what codes of it change; to be asked for before the next."""
         names = {name: tensor for name, tensor in self.step.readings.items() if only is None or tensor in only}
         if not names:
             return
         base = self.replay.run(self._given)
         for name, resume in self.replay.forks(self._given, list(names)):
-            changed = (resume(self._codes(name, draw)()) for draw in range(1, draws + 1))
-            yield names[name], [difference(outputs, base) for outputs in changed]
-
-    def is_rounded(self, tensor: str) -> bool:
-        """Whether the tensor is, where it is not perturbed."""
-        return tensor not in self.step.with_poles
+            yield names[name], partial(self._change, name, resume, base)
 
     def respond(self, tangents: dict[str, torch.Tensor]) -> list[Any]:
         """Backward's outputs for these tangents and zeros for all others."""
@@ -83,16 +92,22 @@ class _Probe:
         changes = {name: change.reshape(zeros[name].shape) for name, change in tangents.items()}
         return self.replay.run({**self._given, **zeros, **changes})
 
-    def _codes(self, name: str, draw: int) -> Callable[[], torch.Tensor]:
-        """The values compressed with the seed of ``draw``; the call decompresses them."""
-        values = self.replay.evaluate({name})[name]
-        code = replace(REFERENCE, seed=tensor_seed(self._seed, f"probe {draw}", name))
+    def _change(self, name: str, resume: Resume, base: list[Any], code: Code, draw: int) -> list[Any]:
+        return difference(resume(self._codes(name, code, draw)()), base)
+
+    def _recorded(self, name: str) -> Any:
+        return self.replay.evaluate({name})[name]
+
+    def _codes(self, name: str, code: Code, draw: int) -> Callable[[], torch.Tensor]:
+        """The values in codes with the seed of ``draw``; the call decompresses them."""
+        values = self._recorded(name)
+        code = replace(code, seed=tensor_seed(self._seed, f"probe {draw}", name))
         blob = operators.compress(values, *code.to_compress())
         shape, dtype = values.shape, values.dtype
         return lambda: operators.decompress(blob, shape, dtype, *code.to_decompress())
 
 
-def _squared_norm(index: int, outputs: list[Any], probes: list[_Probe]) -> float:
+def carried(index: int, outputs: list[Any], probes: Sequence[Probe]) -> float:
     """Squared norm of a change of gradients in one step, with what flows on to earlier graphs counted where it ends."""
     changes = GradientChanges([probe.step for probe in probes])
     changes.add(index, outputs)

@@ -49,6 +49,11 @@ class Step:
         parts = zip(detour.ends, detour(gradient), strict=True)
         return [(None, end.of, part) if end.is_leaf else (end.of, None, part) for end, part in parts]
 
+    def ends(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The gradients among backward's outputs that no other graph goes on with."""
+        goes_on = self.flows.keys() | self.detours.keys()
+        return [x for at, x in enumerate(outputs) if isinstance(x, torch.Tensor) and at not in goes_on]
+
     def leaf(self, position: int) -> Hashable:
         """What identifies the leaf whose gradient a backward output is, None where that is not known."""
         return ("leaf", self.leaves[position]) if position in self.leaves else None
