@@ -12,7 +12,7 @@ _CHOICES = {
     "rounding": ("auto", *ROUNDINGS),
     "sensitivity": ("adjoint", "empirical"),
     "recompute": ("auto", "off", "full"),
-    "unknown_operators": ("exact", "compress"),
+    "unknown_operators": ("measure", "exact"),
     "inner": ("inductor", "eager"),
     "fuse": ("auto", "on", "off"),
 }
@@ -81,8 +81,9 @@ class Config:
             warning says so. What is kept exact, what eager PyTorch saves between graphs, and steps that are profiled
             stay on the device.
         unknown_operators: what backward gives to operators that are none of PyTorch's own (`torch.library`, Triton,
-            other libraries): ``"exact"`` leaves it as it is, since rounding would be wrong where such an operator
-            compares, divides by or exponentiates what it reads; ``"compress"`` says that none of them does.
+            other libraries): ``"measure"`` tries while profiling whether such an operator is linear in the gradient,
+            and what codes of all else that it reads do; what fails, or is not profiled, stays as it is. ``"exact"``
+            leaves all of it as it is.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
@@ -114,7 +115,7 @@ class Config:
     fuse: str = "auto"
     recompute: str = "auto"
     swap: bool = False
-    unknown_operators: str = "exact"
+    unknown_operators: str = "measure"
     dynamic: bool | None = None
     fullgraph: bool = False
     mode: str | None = None

@@ -24,6 +24,7 @@ class TensorPlan:
     ``merged``: the codes tell one of the tensor's masks as well. ``stored``: they are codes of its "values", of its
     values "bare" of the masks that backward can take from them again, or of the "coefficients" that backward makes of
     them. ``excess``: codes of its values, tried together with all others, added so many times what was measured of it.
+    ``reason``: why no code would do, where that was found.
     """
 
     key: str
@@ -32,6 +33,7 @@ class TensorPlan:
     merged: bool = False
     stored: str = "values"
     excess: float = 1.0
+    reason: str = ""
 
     def __post_init__(self) -> None:
         if self.code is not None:
@@ -53,13 +55,14 @@ class TensorPlan:
         return {
             "key": self.key, **code,
             "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored, "excess": self.excess,
+            "reason": self.reason,
         }  # fmt: skip
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
         code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
-        stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0)
+        stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0), data.get("reason", "")
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 
 

@@ -73,7 +73,8 @@ class Sensitivity:
     ``variances`` has what each code (seed 0) adds, ``merged`` the same for codes that tell a mask as well (empty where
     they cannot, or nothing is known of what they would do to the elements that it stops); infinite where something
     would not be finite. ``squared_biases`` has the part of it that is bias, where backward bends; ``others``
-    has, by their names, what other ways of storing it would add there.
+    has, by their names, what other ways of storing it would add there. ``reason`` says why no code will do, where that
+    is known.
     """
 
     value: float
@@ -81,6 +82,7 @@ class Sensitivity:
     merged: Mapping[Code, float] = field(default_factory=dict)
     squared_biases: Mapping[Code, float] = field(default_factory=dict)
     others: "Mapping[str, Sensitivity]" = field(default_factory=dict)
+    reason: str = ""
 
     def variance(self, code: Code, *, merged: bool = False) -> float | None:
         """What ``code`` adds, whatever its seed; None where that was not measured.
@@ -107,7 +109,9 @@ class Sensitivity:
             return self
         others = {way: s if way == "coefficients" else s.exceeding(factor) for way, s in self.others.items()}
         value = factor * self.value if factor < math.inf else factor
-        return Sensitivity(value, times(self.variances), times(self.merged), times(self.squared_biases), others)
+        return Sensitivity(
+            value, times(self.variances), times(self.merged), times(self.squared_biases), others, self.reason
+        )
 
     @classmethod
     def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
@@ -121,6 +125,7 @@ class Sensitivity:
             {code: sum(s.merged[code] for s in several) / count for code in merged},
             {code: sum(s.squared_bias(code) for s in several) / count for code in several[0].squared_biases},
             {name: cls.mean([s.others[name] for s in several]) for name in others},
+            next((s.reason for s in several if s.reason), ""),
         )
 
 

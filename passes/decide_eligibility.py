@@ -65,7 +65,7 @@ class _Decisions:
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
-        self._masks, self._substitutes = self._settle(pair, saved, config.unknown_operators == "compress")
+        self._masks, self._substitutes = self._settle(pair, saved, config)
         self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._derivable = derivable_nodes(pair)
         self.aliases = _aliases(saved, self._reasons, self._masks)
@@ -81,7 +81,7 @@ class _Decisions:
         self._taken: set[str] = set()
 
     def _settle(
-        self, pair: GraphPair, saved: tuple[SavedTensor, ...], trust_unknown: bool
+        self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config
     ) -> tuple[MaskAnalysis, Substitutes]:
         """Refuse tensors until what is left can be compressed together."""
         while True:
@@ -90,13 +90,12 @@ class _Decisions:
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
             whole = find_coefficients(pair, lossy)
             masks = find_masks(pair, lossy, whole)
-            substitutes = find_substitutes(
-                pair, lossy & masks.values, frozenset(masks.hosts), whole, trust_unknown=trust_unknown
-            )
+            substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts), whole)
+            unmeasured = _unmeasured(substitutes.unknown, config, _aliases(saved, self._reasons, masks))
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.
             too_large = {t.name: _TOO_LARGE for t in saved if numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
-            refused = {**masks.refused, **substitutes.refused, **too_large}
+            refused = {**masks.refused, **unmeasured, **substitutes.refused, **too_large}
             if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
                 return masks, substitutes
             self._reasons.update(refused)
@@ -150,6 +149,9 @@ class _Decisions:
 
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
         """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""
+        unknown = self._substitutes.unknown.get(tensor.name)
+        if unknown is not None:
+            return {"bends": True, "unknown": unknown}
         # What is stored for another tensor's sake has no error of this one.
         given = {*self._masks.hosts, *self._instead.values()}
         chain = dependents_within(stored, self._derivable, given)
@@ -176,6 +178,20 @@ class _Decisions:
             return how
         value = self._values[how.name]
         return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))
+
+
+def _unmeasured(unknown: Mapping[str, str], config: Config, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Of the tensors that ``unknown`` operators read, those that nobody will try codes of, and why."""
+    why = ""
+    if config.unknown_operators == "exact":
+        why = " (Config.unknown_operators)"
+    elif not config.adaptive:
+        why = ", and adaptive=False does not measure it"
+    return {
+        name: f"{operator} reads it, which gact_fx does not know{why or ', and others lie in the same memory'}"
+        for name, operator in unknown.items()
+        if why or name in {*aliases, *aliases.values()}
+    }
 
 
 def _is_stuck(how: Quantize) -> bool:

@@ -146,8 +146,8 @@ class Quantize(Encoding):
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
     codes themselves can tell, if the plan says so. ``instead`` names a backward node, as large as the tensor, that is
     stored in its place. ``min_bits`` is the least width at which the error stays in proportion. ``bends``: backward is
-    not affine in it (``is_tame``: but has no poles), and ``coefficients`` are what may be stored instead, in which it
-    is. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it alone.
+    not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may do anything), and is in the
+    ``coefficients`` for it. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it alone.
     """
 
     order: tuple[int, ...]
@@ -159,6 +159,7 @@ class Quantize(Encoding):
     min_bits: int = 1
     bends: bool = False
     is_tame: bool = False
+    unknown: str = ""
     exact_allowed: bool = True
     coefficients: Coefficients | None = None
     label = "quantize"

@@ -5,8 +5,7 @@ Backward often reads a saved tensor through one chain of operators only: ``exp(x
 where it is an exponential or a quotient. The end of the chain is as large as x and can be computed in forward: rounding
 *it* leaves a gradient that is linear in the rounded values, hence unbiased.
 
-Where no such end exists and the chain is unbounded, or ends in an operator of which nothing is known, the tensor is
-refused.
+Where no such end exists and the chain is unbounded, the tensor is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,11 +59,13 @@ class Substitutes:
     """``instead``: saved tensor → the backward node to save in its place; ``refused``: saved tensor → why not.
 
     ``curved``: saved tensors that are rounded where the gradient bends in them (query and key of fused attention).
+    ``unknown``: saved tensor → an operator that reads it, or what follows from it, of which nothing is known.
     """
 
     instead: dict[str, str]
     refused: dict[str, str]
     curved: frozenset[str]
+    unknown: dict[str, str]
 
 
 def find_substitutes(
@@ -72,18 +73,15 @@ def find_substitutes(
     lossy: frozenset[str],
     masks: frozenset[str],
     whole: Mapping[str, str],
-    *,
-    trust_unknown: bool = False,
 ) -> Substitutes:
     """Substitutes for the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact.
 
     ``whole`` has those that `find_coefficients` has found already.
-
-    ``trust_unknown``: take operators that gact_fx does not know for smooth and bounded.
     """
     instead: dict[str, str] = {}
     refused: dict[str, str] = {}
     curved: set[str] = set()
+    unknown: dict[str, str] = {}
     region = _Region(derivable_nodes(pair), masks)
     nodes = {node.name: node for node in pair.backward.graph.nodes}
     for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
@@ -94,16 +92,16 @@ def find_substitutes(
         if region.bends(end):
             end = placeholder
         culprit = next(region.unbounded(end), None)
-        unknown = None if trust_unknown else region.unknown(end)
+        reader = region.unknown(end)
+        if reader is not None:
+            unknown[name] = str(reader.target)
         if culprit is not None:
             refused[name] = f"backward is unbounded in it ({culprit.target})"
-        elif unknown is not None:
-            refused[name] = f"{unknown.target} reads it, which gact_fx does not know (Config.unknown_operators)"
         elif end is not placeholder:
             instead[name] = end.name
         if region.is_query_or_key(end):
             curved.add(name)
-    return Substitutes(instead, refused, frozenset(curved))
+    return Substitutes(instead, refused, frozenset(curved), unknown)
 
 
 def find_coefficients(pair: GraphPair, lossy: frozenset[str]) -> dict[str, str]:

@@ -59,7 +59,8 @@ def graph_rows(
         if after is None:
             after = _first(tensor, kept)
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
-        reasons = ["the planner found it worth its bytes" if is_exact else how.reason]
+        exact = entry.reason if entry is not None and entry.reason else "the planner found it worth its bytes"
+        reasons = [exact if is_exact else how.reason]
         if after and share_after == 0:
             reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:

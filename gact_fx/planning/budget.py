@@ -62,7 +62,9 @@ def choose_plan(
         seed = tensor_seed(config.seed, graph.fingerprint, tensor.key)
         code = None if choice.code is None else replace(choice.code, seed=seed)
         excess = graph.excess.get(tensor.key, 1.0)
-        plans[graph.fingerprint].append(TensorPlan(tensor.key, code, value, choice.merged, choice.stored, excess))
+        reason = _why_exact(item) if code is None else ""
+        entry = TensorPlan(tensor.key, code, value, choice.merged, choice.stored, excess, reason)
+        plans[graph.fingerprint].append(entry)
     has_other_budget = config.budget_bytes is not None or config.max_gradient_noise is not None
     plan = Plan(
         budget_bits=None if has_other_budget else config.budget_bits,
@@ -127,6 +129,13 @@ def _choose(
         return allocate_bits(menus, config.budget_bytes - fixed)
     exact = sum(menu[0].nbytes for menu in menus if not _has_codes(menu))
     return allocate_bits(menus, config.budget_bits / 8 * numel + exact)
+
+
+def _why_exact(item: Item) -> str:
+    """Why no code would do, '' where one would."""
+    if item.sensitivity is None and item.how.unknown:
+        return f"{item.how.unknown} reads it, which gact_fx does not know, and it was not measured"
+    return item.sensitivity.reason if item.sensitivity is not None else ""
 
 
 def _has_codes(menu: Menu) -> bool:

@@ -93,7 +93,7 @@ class CoefficientMeter:
     """The coefficients of one recorded step, and the chains that lead to them from tensors in which backward bends."""
 
     def __init__(self, step: Step) -> None:
-        bent = {how.name: how for _, how in step.analysis.quantized() if how.bends}
+        bent = {how.name: how for _, how in step.analysis.quantized() if how.bends and not how.unknown}
         masks = {mask for how in step.analysis.encodings for mask in getattr(how, "masks", ())}
         nodes = {node.name: node for node in step.backward.graph.nodes}
         self._derivable = derivable_nodes(step.pair)

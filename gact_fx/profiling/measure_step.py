@@ -10,6 +10,7 @@ from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.graphs.replay import Replay
 from gact_fx.profiling.measure_adjoint import Measured, measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
+from gact_fx.profiling.measure_unknown import measure_unknown
 from gact_fx.profiling.rounding_meter import RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Step
@@ -31,16 +32,25 @@ def measure_step(
         # What is unknown depends on the data, and ranks that run different numbers of backward passes would wait for
         # each other's collectives.
         has_collectives = any(step.has_collectives for step in steps)
-        slow = [m.opaque if has_collectives else m.opaque | _unknown(m) for m in adjoint]
+        tried = measure_unknown(steps, seed=config.seed, draws=max(config.profile_draws, 2))
+        slow = [
+            (m.opaque if has_collectives else m.opaque | _unknown(m)) - found.keys()
+            for m, found in zip(adjoint, tried, strict=True)
+        ]
         empirical: list[dict[str, float]] = [{} for _ in steps]
         if any(slow):
             # Several perturbations cost as many backward passes; the adjoint's probes are independent of their number.
             draws = config.profile_draws if config.sensitivity == "empirical" else 1
             empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
         results = []
-        for step, measured, opaque, slopes in zip(steps, adjoint, slow, empirical, strict=True):
+        for step, measured, evaluated, opaque, slopes in zip(steps, adjoint, tried, slow, empirical, strict=True):
             found = {}
             for name, meter in measured.meters.items():
+                if name in evaluated:
+                    meter.weigh_equally()
+                    found[name] = evaluated[name].result(meter.result(sizes))
+                    progress(1)
+                    continue
                 is_opaque = name in opaque
                 if is_opaque:
                     meter.weigh_equally()

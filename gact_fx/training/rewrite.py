@@ -51,12 +51,12 @@ def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
     """All that may be compressed at one width, for a step that is recorded.
 
     Of tensors in which backward bends, and may have poles, it is not known yet what rounding does: they are in
-    bfloat16, or where decisions may be taken from them again, exact.
+    bfloat16, or where decisions may be taken from them again, or an operator reads them that may do anything, exact.
     """
     key = graph_fingerprint(analysis.saved)
     entries = []
     for tensor, how in analysis.quantized():
-        decides = how.coefficients is not None and how.coefficients.retakes
+        decides = bool(how.unknown) or (how.coefficients is not None and how.coefficients.retakes)
         is_delicate = how.bends and (decides or not how.is_tame)
         bits = BFLOAT16_BITS if is_delicate and tensor.dtype == torch.float32 else PROFILE_BITS
         is_exact = is_delicate and how.exact_allowed and (decides or bits != BFLOAT16_BITS)

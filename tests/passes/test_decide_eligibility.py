@@ -2,6 +2,7 @@ from functools import partial
 
 import torch
 from conftest import Mixed, Trace, analyze, decisions, mixed_batch
+from test_custom_operators import backward_of, smooth
 from torch import nn
 
 import gact_fx
@@ -77,6 +78,19 @@ def test_every_tensor_gets_a_decision(trace: Trace) -> None:
     analysis = analyze(trace(Mixed(), *mixed_batch()))
     assert [t.name for t in analysis.saved] == [d.name for d in analysis.encodings]
     assert all(d.reason for d in decisions(analysis).values() if d.label == "keep")
+
+
+def test_what_an_unknown_operator_reads_has_a_blob_of_its_own(trace: Trace) -> None:
+    """While it is profiled it is exact, and so would be what else reads the blob, whose error nobody would see."""
+    v = nn.Parameter(torch.randn(16, 32))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ v).tanh()
+        pairs = smooth(y).view(2, 32, 32)
+        return (pairs @ pairs.transpose(1, 2)).square().sum() + smooth(pairs.view(64, 32)).sum()
+
+    why = "reads it, which gact_fx does not know, and others lie in the same memory"
+    assert f"{backward_of(smooth)} {why}" in reasons(trace, function, torch.randn(64, 16)).values()
 
 
 def test_what_the_model_returns_is_compressed_and_counted() -> None:

@@ -177,6 +177,13 @@ def test_writing_in_place_has_a_derivative() -> None:
     assert meters and not opaque
 
 
+@pytest.fixture
+def all_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours stand for operators of PyTorch that have no second derivative."""
+    monkeypatch.setattr("gact_fx.passes.find_substitutes.is_known", lambda node: True)
+
+
+@pytest.mark.usefixtures("all_known")
 def test_what_bends_in_front_of_an_operator_without_second_derivative() -> None:
     """It is as large that a sample of it stands for all, and nothing of it reaches a coefficient with a derivative."""
     first, second, third = (nn.Linear(64, 64) for _ in range(3))
@@ -185,7 +192,7 @@ def test_what_bends_in_front_of_an_operator_without_second_derivative() -> None:
         scale = first(x).detach()
         return (scaled(second(x), scale.exp()) + scaled(third(x), scale.sin())).square().mean()
 
-    steps = record(function, torch.randn(2048, 64), unknown_operators="compress")
+    steps = record(function, torch.randn(2048, 64))
     ((_, opaque),) = measured(steps, probes=1)
     assert opaque
     with torch.no_grad():
@@ -285,6 +292,7 @@ scaled.register_autograd(
 )
 
 
+@pytest.mark.usefixtures("all_known")
 @pytest.mark.parametrize("operator", [cube, refusing])
 def test_what_has_no_second_derivative_is_left_to_algorithm_1(operator: Callable[..., torch.Tensor]) -> None:
     first, second = nn.Linear(48, 64), nn.Linear(64, 64)
@@ -292,7 +300,7 @@ def test_what_has_no_second_derivative_is_left_to_algorithm_1(operator: Callable
     def function(x: torch.Tensor) -> torch.Tensor:
         return second(operator(first(x))).tanh().square().sum()
 
-    steps = record(function, torch.randn(96, 48), unknown_operators="compress")
+    steps = record(function, torch.randn(96, 48))
     ((_, opaque),) = measured(steps, probes=4)
     saved = {tensor.name: tensor.op for tensor in steps[0].analysis.saved}
     wanted = empirical(steps)
