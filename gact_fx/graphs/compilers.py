@@ -1,4 +1,5 @@
-"""The compilers that a rewritten pair of graphs goes to. The only module that imports Inductor.
+"""The compilers that a rewritten pair of graphs goes to. Only this module and `gact_fx.graphs.mended_inductor`
+import Inductor.
 
 Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
@@ -12,24 +13,21 @@ Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would re
   is written down again here (the strides that a saved tensor will have);
 - ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (an option that leaves
   saved tensors as they are).
-
-Private, with torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``, which is replaced while
-Inductor compiles, where there is no ``_align_compatible_range_nodes``.
 """
 
-import contextlib
 import copy
 import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.graphs.mended_inductor import mended_inductor
 from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
@@ -175,7 +173,7 @@ def _compile_inductor(
 
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
-            with _sound_fusion():
+            with mended_inductor():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
         if options.get("is_inference"):
@@ -189,26 +187,6 @@ def _compile_inductor(
         _find_instructions()
     compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=dict(changes))
     return cast(Compiled, compiled)
-
-
-@contextlib.contextmanager
-def _sound_fusion() -> Iterator[None]:
-    """Keep Inductor before torch 2.13 from fusing loops on the CPU of which it then finds that they differ.
-
-    It splits the longer loop only once it has decided, and fails: ``AssertionError: ((2048, 16), (8, 16, 16, 16))``.
-    """
-    from torch._inductor.codegen.cpp import CppScheduling
-
-    scheduling: Any = CppScheduling
-    can_fuse = getattr(scheduling, "_can_fuse_nodes_with_compatible_ranges", None)
-    if can_fuse is None or hasattr(scheduling, "_align_compatible_range_nodes"):
-        yield
-        return
-    scheduling._can_fuse_nodes_with_compatible_ranges = lambda *nodes: False
-    try:
-        yield
-    finally:
-        scheduling._can_fuse_nodes_with_compatible_ranges = can_fuse
 
 
 @functools.cache

@@ -6,9 +6,11 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gact_fx
 from gact_fx.graphs import compilers
+from gact_fx.graphs.mended_inductor import mended_inductor
 
 
 @pytest.mark.parametrize(("compiler", "is_called"), [("inductor", True), ("eager", False)])
@@ -62,10 +64,34 @@ def test_loops_that_old_inductor_cannot_fuse_are_not_fused(monkeypatch: pytest.M
     name = "_can_fuse_nodes_with_compatible_ranges"
     before = getattr(CppScheduling, name)
     if hasattr(CppScheduling, "_align_compatible_range_nodes"):
-        with compilers._sound_fusion():
+        with mended_inductor():
             assert getattr(CppScheduling, name) is before
         monkeypatch.delattr(CppScheduling, "_align_compatible_range_nodes")
-    with pytest.raises(RuntimeError, match="in between"), compilers._sound_fusion():
+    with pytest.raises(RuntimeError, match="in between"), mended_inductor():
         assert getattr(CppScheduling, name)(None, None) is False
         raise RuntimeError("in between")
     assert getattr(CppScheduling, name) is before
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_strides_that_inductor_cannot_compare_are_compared(is_trained: bool) -> None:
+    """Of plain torch.compile; what it does to ours is seen in test_dynamic_shapes.py."""
+    from torch._inductor import config, ir
+
+    def mix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = F.conv2d(x, weight, stride=2, padding=1)
+        rows = x.flatten(2).transpose(1, 2)
+        mixed = (rows @ rows.transpose(1, 2)).tanh() @ rows
+        return F.conv2d(mixed.transpose(1, 2).reshape(x.shape), weight)
+
+    x, weight = torch.randn(2, 4, 16, 12), torch.randn(4, 4, 3, 3, requires_grad=is_trained)
+    before = ir.get_fill_order, ir.Layout.__dict__.get("_stride_expr_ge_or_false")
+    # Its cache would have what was compiled here before.
+    with mended_inductor(), config.patch(force_disable_caches=True):
+        found = torch.compile(mix, dynamic=True)(x, weight)
+    assert (ir.get_fill_order, ir.Layout.__dict__.get("_stride_expr_ge_or_false")) == before
+    wanted = mix(x, weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    if is_trained:
+        found, wanted = (torch.autograd.grad(y.square().mean(), weight)[0] for y in (found, wanted))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
