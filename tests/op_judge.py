@@ -100,8 +100,8 @@ def judge(
     operator: Callable[..., Any], leaves: Sequence[Any], spec: Any, bits: int, seed: int | None = None
 ) -> Verdict:
     """``judge_module`` of the operator, or module, on the tensors in ``leaves``."""
-    if isinstance(operator, nn.Module):
-        # What is made lazily needs its shapes first.
+    if isinstance(operator, nn.modules.lazy.LazyModuleMixin):
+        # It needs its shapes first.
         operator(*_arguments(leaves, spec)[0], **_arguments(leaves, spec)[1])
     model = Through(operator, leaves, spec)
     varied = [x for x in leaves if _is_varied(x)]
@@ -109,7 +109,7 @@ def judge(
     # A copy has a marker of its own.
     precise.constants = [_double(x) for x in model.constants]
     # Of few elements, few probes say little.
-    options = {"min_elements": LEAST, "group_size": 64, "profile_draws": 16}
+    options: dict[str, Any] = {"min_elements": LEAST, "group_size": 64, "profile_draws": 16}
     return judge_module(model, varied, bits, precise=precise, seed=seed, **options)
 
 
