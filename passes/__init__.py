@@ -6,7 +6,8 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 
 - ``find_refusals``, ``find_masks``, ``find_substitutes``, ``find_standardizations``, ``merge_masks`` and
   ``bound_indices`` are analyses behind `decide_eligibility`;
-- ``encodings``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` write and read what is stored;
+- ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
+  read what is stored;
 - ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.
 """
 

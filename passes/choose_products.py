@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operators import OpOverload, packet_of
-from gact_fx.passes.encodings import GraphAnalysis, Quantize, fixed_nbytes
+from gact_fx.passes.encodings import Quantize
+from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
 

@@ -15,12 +15,13 @@ from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
-from gact_fx.passes.encodings import Alias, Drop, Encoding, GraphAnalysis, Keep, Mask, Pack, Quantize
+from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, straight_bases
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
@@ -145,6 +146,7 @@ class _Decisions:
         node = self._nodes[instead]
         order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in self._reordered)
         reason = f"stored as what backward makes of it ({node.target})"
+        options["dtype"] = node.meta["val"].dtype
         return Quantize(name, reason, order, own, mask_numel, instead=instead, **options)
 
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
@@ -162,14 +164,14 @@ class _Decisions:
             return {}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
-        dtype = stored.meta["val"].dtype
+        dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
         fits = not tensor.dynamic and all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
         names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
         mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._sole
-        stored_instead = Coefficients(names, total, read, mask_numel, retakes)
+        stored_instead = Coefficients(names, dtype, total, read, mask_numel, retakes)
         return {"bends": True, "is_tame": is_tame(chain, stored), "coefficients": stored_instead}
 
     def merging(self, how: Encoding) -> Encoding:

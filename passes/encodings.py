@@ -145,9 +145,10 @@ class Quantize(Encoding):
     ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
     codes themselves can tell, if the plan says so. ``instead`` names a backward node, as large as the tensor, that is
-    stored in its place. ``min_bits`` is the least width at which the error stays in proportion. ``bends``: backward is
-    not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may do anything), and is in the
-    ``coefficients`` for it. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it alone.
+    stored in its place, and ``dtype`` is that node's. ``min_bits`` is the least width at which the error stays in
+    proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may
+    do anything), and in the ``coefficients``, which may be stored instead, it is. ``exact_allowed``: the plan may keep
+    it exact, since its masks then follow from it alone.
     """
 
     order: tuple[int, ...]
@@ -155,6 +156,7 @@ class Quantize(Encoding):
     mask_numel: int = 0
     merges: str = ""
     instead: str = ""
+    dtype: torch.dtype | None = None
     standardization: Standardization | None = None
     min_bits: int = 1
     bends: bool = False
@@ -195,19 +197,29 @@ class Quantize(Encoding):
             return self.exact_allowed
         if (entry.merged and not self.merges) or entry.stored not in ("values", *self.other_ways()):
             return False
-        can_be_coded = entry.code.bits != BFLOAT16_BITS or (tensor.dtype is not None and tensor.dtype.itemsize == 4)
-        return entry.code.bits >= self.min_bits and can_be_coded
+        return entry.code.bits >= self.min_bits and (entry.code.bits != BFLOAT16_BITS or self.takes_bfloat16(tensor))
+
+    def takes_bfloat16(self, tensor: SavedTensor) -> bool:
+        """Whether what is stored has a dtype that bfloat16 is half of."""
+        return self._dtype(tensor).itemsize == 4
+
+    def _dtype(self, tensor: SavedTensor) -> torch.dtype:
+        dtype = self.dtype or tensor.dtype
+        assert dtype is not None
+        return dtype
 
     def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
-        assert tensor.dtype is not None and entry is not None
+        assert entry is not None
+        dtype = self._dtype(tensor)
         if entry.code is None:
-            return tensor.nbytes if self.instead else None
+            return tensor.numel * dtype.itemsize if self.instead else None
         if entry.stored != "values":
             assert self.coefficients is not None
             numel = self.coefficients.numel if entry.stored == "coefficients" else tensor.numel
-            return entry.code.nbytes(numel, tensor.dtype, self.coefficients.mask_numel)
+            dtype = self.coefficients.dtype if entry.stored == "coefficients" else dtype
+            return entry.code.nbytes(numel, dtype, self.coefficients.mask_numel)
         masks = self.mask_numel - (tensor.numel if entry.merged else 0)
-        return entry.code.nbytes(tensor.numel, tensor.dtype, masks)
+        return entry.code.nbytes(tensor.numel, dtype, masks)
 
     def bits(self, entry: TensorPlan | None) -> int | None:
         return entry.code.bits if entry is not None and entry.code is not None else None
@@ -262,39 +274,3 @@ class Quantize(Encoding):
             reads.append(MergedRead(value, merged, like, self.order, code))
         fill = None if merged is None else "zero" if self.merges_losslessly else "mean"
         return (*reads, ValueRead(value, read, like, self.order, code, by, fill, aliases))
-
-
-@dataclass(frozen=True)
-class GraphAnalysis:
-    """What the analyses found in one pair of graphs: both tuples in the order of forward's outputs."""
-
-    saved: tuple[SavedTensor, ...] = ()
-    encodings: tuple[Encoding, ...] = ()
-
-    def pairs(self) -> list[tuple[SavedTensor, Encoding]]:
-        """Every saved tensor with its encoding."""
-        return list(zip(self.saved, self.encodings, strict=True))
-
-    def quantized(self) -> list[tuple[SavedTensor, Quantize]]:
-        """The tensors whose width is to be chosen."""
-        return [(tensor, how) for tensor, how in self.pairs() if isinstance(how, Quantize)]
-
-
-def is_counted(tensor: SavedTensor) -> bool:
-    """Whether backward alone holds the tensor's memory, or may: parameters and the caller's inputs cost nothing."""
-    return tensor.owner in ("nobody", "output")
-
-
-def fixed_nbytes(analysis: GraphAnalysis) -> int:
-    """Bytes that a graph holds whatever the plan: what is kept, masks and packed integers."""
-    kept: dict[int, int] = {}
-    stored = 0
-    for tensor, how in analysis.pairs():
-        if isinstance(how, Quantize):
-            continue
-        nbytes = how.nbytes(tensor, None)
-        if nbytes is not None:
-            stored += nbytes
-        elif is_counted(tensor):
-            kept[tensor.storage] = tensor.storage_nbytes
-    return sum(kept.values()) + stored

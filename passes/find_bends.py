@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.edit import numel
-from gact_fx.graphs.linearity import is_affine, is_pointwise, is_total
+from gact_fx.graphs.linearity import are_numbers, is_affine, is_pointwise, numbers, tried_on
 from gact_fx.graphs.operators import packet_of
 
 aten = torch.ops.aten
@@ -31,7 +31,8 @@ MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What backward makes of a tensor up to where it meets tangents: these backward nodes, ``numel`` elements in all.
+    """What backward makes of a tensor up to where it meets tangents: these backward nodes, of one ``dtype``, with
+    ``numel`` elements in all.
 
     Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
     are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
@@ -39,6 +40,7 @@ class Coefficients:
     """
 
     nodes: tuple[str, ...]
+    dtype: torch.dtype
     numel: int
     masks: tuple[str, ...]
     mask_numel: int
@@ -62,14 +64,23 @@ def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[objec
 
 
 def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
-    """Whether no node of ``chain`` behind ``start`` has poles, or numbers for which it is not defined."""
-    return all(
-        packet_of(node) in MOVES
-        or packet_of(node) is None
-        or (is_pointwise(node) and is_total(node, [i for i in node.all_input_nodes if i in chain]))
-        for node in chain
-        if node is not start
-    )
+    """Whether what backward makes of ``start`` in ``chain`` has no poles, and is defined for all numbers.
+
+    Numbers tell, of what works element by element. In float64: codes reach half a step beyond stored values, and what
+    overflows there nearly does so in the model itself.
+    """
+    found = {start: numbers()}
+    for node in sorted(chain):
+        inputs = [i for i in node.all_input_nodes if i in found]
+        if node is start or not inputs:
+            continue
+        is_move = packet_of(node) in MOVES or packet_of(node) is None
+        tried = found[inputs[0]] if is_move else tried_on(node, found) if is_pointwise(node) else None
+        if tried is None:
+            return False
+        found[node] = tried
+    ends = [value for node, value in found.items() if any(user not in chain for user in node.users)]
+    return all(map(are_numbers, ends))
 
 
 def straight_bases(

@@ -15,25 +15,9 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import ancestors
-from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
+from gact_fx.graphs.operators import HigherOrderOperator, OpOverload
 from gact_fx.graphs.sizes import have_same_shape
 
-aten = torch.ops.aten
-
-# Float-valued, but with steps in them; the backward formulas compare their saved argument.
-_DISCONTINUOUS = frozenset(
-    {aten.sign, aten.sgn, aten.floor, aten.ceil, aten.round, aten.trunc, aten.heaviside, aten.frac, aten.fmod,
-     aten.remainder, aten.floor_divide, aten.copysign, aten.frexp, aten.hardshrink, aten.threshold,
-     # Across the negative axis they jump by a whole or half turn.
-     aten.atan2, aten.angle,
-     aten.fake_quantize_per_tensor_affine_cachemask, aten.fake_quantize_per_channel_affine_cachemask,
-     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-     aten.threshold_backward, aten.hardtanh_backward, aten.leaky_relu_backward, aten.hardswish_backward,
-     aten.hardsigmoid_backward, aten.hardshrink_backward, aten.softshrink_backward, aten.rrelu_with_noise_backward,
-     aten._prelu_kernel_backward, aten.multi_margin_loss_backward, aten.multilabel_margin_loss_backward,
-     aten._segment_reduce_backward, aten._fake_quantize_learnable_per_tensor_affine_backward,
-     aten._fake_quantize_learnable_per_channel_affine_backward}
-)  # fmt: skip
 # Whose operators gact_fx knows: smooth but for those listed, here and in `find_substitutes`.
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prims", "gact_fx", "inductor", "rngprims", "_c10d_functional", "_c10d_functional_autograd",
@@ -115,8 +99,7 @@ def _walk(
         if _is_boolean(node) and node in derivable:
             decisions.append(node)
         elif _decides(node):
-            read = frozenset().union(*(sources[i] for i in _decisive_inputs(node)))
-            refused.update({name: f"backward decides by it ({node.target})" for name in read})
+            refused.update({name: f"backward decides by it ({node.target})" for name in sources[node]})
     if refused:
         return {}, frozenset(), refused
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
@@ -139,10 +122,8 @@ def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str,
     return min((not have_same_shape(t.meta["val"], like), hosted[t.name], t.name) for t in tensors)[-1]
 
 
-def is_discontinuous(node: fx.Node) -> bool:
-    """Whether rounding what ``node`` reads could make its result jump, comparisons apart, which can be stored."""
-    if _has_steps(node):
-        return True
+def counts(node: fx.Node) -> bool:
+    """Whether ``node`` makes integers of floating-point numbers, which rounding these may change."""
     value = node.meta.get("val")
     is_integer = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype is not torch.bool
     inputs = [i.meta.get("val") for i in node.all_input_nodes]
@@ -161,21 +142,7 @@ def is_known(node: fx.Node) -> bool:
     return str(node.target) in _KNOWN_OPERATORS
 
 
-def _decisive_inputs(node: fx.Node) -> list[fx.Node]:
-    """What ``node``, which has steps, may decide by: not the gradient, in which every backward formula is linear."""
-    is_formula = name_of(node.target).endswith("_backward")
-    return [i for i in node.all_input_nodes if not (is_formula and i is node.args[0] and i not in node.args[1:])]
-
-
-def _has_steps(node: fx.Node) -> bool:
-    packet = packet_of(node)
-    # Only with a rounding mode, which is always a keyword, are there steps in a quotient.
-    return packet in _DISCONTINUOUS or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
-
-
 def _decides(node: fx.Node) -> bool:
-    if _has_steps(node):
-        return True
     values = node.meta.get("val")
     values = values if isinstance(values, (tuple, list)) else (values,)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,7 +1,5 @@
 """Find which saved tensors stay as they are whatever backward does with them, and why."""
 
-from operator import getitem
-
 import torch
 from torch import fx
 
@@ -33,15 +31,6 @@ _STATISTICS: dict[object, tuple[int, ...]] = {
     aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
     aten._scaled_dot_product_cudnn_attention: (1,),
 }  # fmt: skip
-# Results that backward divides by what they came from, or multiplies by an inverse: an error in them grows without
-# bound as that comes near zero, or becomes singular.
-_MAGNIFIED = frozenset(
-    {aten.copysign, aten.linalg_pinv, aten.linalg_inv_ex, aten.linalg_cholesky_ex, aten.linalg_lu_factor_ex,
-     aten.linalg_lu, aten.linalg_qr, aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten._linalg_det,
-     aten._linalg_slogdet, aten._linalg_solve_ex, aten.linalg_lstsq}
-)  # fmt: skip
-_INVERTED = (aten.linalg_pinv, aten.linalg_lstsq)
-_SCATTERED = (aten.scatter_reduce, aten.index_reduce)
 
 
 def find_refusals(pair: GraphPair, saved: tuple[SavedTensor, ...], *, min_elements: int) -> dict[str, str]:
@@ -62,8 +51,6 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return "an expanded view, smaller in memory than as values"
     if tensor.dtype is not torch.bool and _is_statistic(node):
         return "a statistic of rows or channels"
-    if tensor.dtype is not torch.bool and _is_magnified(node):
-        return "backward magnifies its errors, by the inverse of what it came from"
     roots = [i for i in ancestors([node]) if i.op in ("placeholder", "get_attr") or draws(i)]
     if all(root.name in pair.static_inputs for root in roots):
         return "computed from parameters alone" if roots else "a constant"
@@ -87,13 +74,3 @@ def _is_statistic(node: fx.Node) -> bool:
     )  # fmt: skip
     inputs = node.all_input_nodes
     return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
-
-
-def _is_magnified(node: fx.Node) -> bool:
-    # These meet their own inverse in backward.
-    if any(packet_of(user) in _INVERTED for user in node.users):
-        return True
-    while packet_of(node) in (aten.detach, aten.alias) or node.target is getitem:
-        node = node.all_input_nodes[0]
-    packet = packet_of(node)
-    return packet in _MAGNIFIED or (packet in _SCATTERED and "prod" in node.args)

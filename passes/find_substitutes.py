@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind, is_float
 from gact_fx.graphs.linearity import is_affine, is_pointwise
@@ -27,13 +28,17 @@ aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
-     aten.alias, aten.detach, aten.clone}
+     aten.alias, aten.detach, aten.clone, aten._to_copy, torch.ops.prims.convert_element_type}
 )  # fmt: skip
-# Backward formulas → the arguments, by position or keyword, in which they are not linear.
-_UNBOUNDED: dict[object, tuple[int | str, ...]] = {
+# Backward formulas that mix elements → the arguments, by position or keyword, in which they are not linear.
+_NONLINEAR: dict[object, tuple[int | str, ...]] = {
     aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
     aten._pdist_backward: (1, 3), aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
     aten.cudnn_grid_sampler_backward: (1,),
+    aten.multi_margin_loss_backward: (1,), aten.multilabel_margin_loss_backward: (1,),
+    aten._segment_reduce_backward: (1, 2), aten._prelu_kernel_backward: (1,), aten.rrelu_with_noise_backward: (1,),
+    aten._fake_quantize_learnable_per_tensor_affine_backward: (1, 2, 3),
+    aten._fake_quantize_learnable_per_channel_affine_backward: (1, 2, 3),
     # Probabilities of alignments, as logarithms.
     aten._ctc_loss_backward: (1, 6),
     # The matrix of a system of equations.
@@ -91,12 +96,12 @@ def find_substitutes(
         end = nodes[whole[name]] if name in whole else region.last_dominator(placeholder)
         if region.bends(end):
             end = placeholder
-        culprit = next(region.unbounded(end), None)
+        culprit = next(region.nonlinear(end), None)
         reader = region.unknown(end)
         if reader is not None:
             unknown[name] = str(reader.target)
         if culprit is not None:
-            refused[name] = f"backward is unbounded in it ({culprit.target})"
+            refused[name] = f"backward is not linear in it ({culprit.target})"
         elif end is not placeholder:
             instead[name] = end.name
         if region.is_query_or_key(end):
@@ -122,9 +127,9 @@ class _Region:
         self._masks = masks
 
     def last_dominator(self, placeholder: fx.Node) -> fx.Node:
-        """The last node of the same size and dtype through which all passes that backward reads of a saved tensor.
+        """The last node of the same size through which all passes that backward reads of a saved tensor.
 
-        The ``placeholder`` itself where there is none, or none but views of it.
+        The ``placeholder`` itself where there is none, or none but views and casts of it.
         """
         reached = self._closure(placeholder)
         value = placeholder.meta["val"]
@@ -132,7 +137,7 @@ class _Region:
             found = node.meta.get("val")
             if node is placeholder or not isinstance(found, torch.Tensor):
                 continue
-            fits = found.dtype == value.dtype and found.numel() == value.numel()
+            fits = found.dtype in SOURCE_DTYPES and found.numel() == value.numel()
             if fits and not self._escapes(self._closure(placeholder, end=node), node):
                 return placeholder if behind(node, _VIEWS) is placeholder else node
         return placeholder
@@ -145,14 +150,14 @@ class _Region:
                 found.add(node)
         return end in found
 
-    def unbounded(self, start: fx.Node) -> Iterator[fx.Node]:
+    def nonlinear(self, start: fx.Node) -> Iterator[fx.Node]:
         """Operators that read ``start``, or what follows from it, beside a tangent, and are not linear in it.
 
         What leads to coefficients is measured.
         """
         for node in self._closure(start):
             for user in self._users(node):
-                for position in _UNBOUNDED.get(packet_of(user), ()):
+                for position in _NONLINEAR.get(packet_of(user), ()):
                     fits_again = position in _QUERY_AND_KEY and recomputes(user)
                     if _argument(user, position) is node and not fits_again:
                         yield user

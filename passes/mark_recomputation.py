@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
 from gact_fx.graphs.sizes import hint
-from gact_fx.passes.find_masks import draws, is_discontinuous, is_known
+from gact_fx.passes.find_masks import counts, draws, is_known
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.share_softmax import is_exp_of_bent
 
@@ -73,7 +73,7 @@ def is_cheap(node: fx.Node) -> bool:
     """Whether computing ``node`` again costs about as much as reading its inputs, and gives the same from rounded ones
     up to rounding.
     """
-    if node.op != "call_function" or draws(node) or is_discontinuous(node) or not is_known(node):
+    if node.op != "call_function" or draws(node) or counts(node) or not is_known(node):
         return False
     if isinstance(node.target, HigherOrderOperator):
         return False

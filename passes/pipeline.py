@@ -13,7 +13,7 @@ from torch import fx
 
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.reads import Read
 from gact_fx.passes.verify_graphs import verify_graphs
 from gact_fx.plan import GraphPlan

@@ -14,7 +14,8 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.compilers import compile_pair
 from gact_fx.passes import PIPELINE
-from gact_fx.passes.encodings import Encoding, GraphAnalysis, Mask, Quantize
+from gact_fx.passes.encodings import Encoding, Mask, Quantize
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, run_passes
 from gact_fx.plan import GraphPlan
 

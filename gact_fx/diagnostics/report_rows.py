@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Holding
-from gact_fx.passes.encodings import Keep, Mask, Quantize, is_counted
+from gact_fx.passes.encodings import Keep, Mask, Quantize
+from gact_fx.passes.graph_analysis import is_counted
 from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph

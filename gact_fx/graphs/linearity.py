@@ -8,7 +8,7 @@ where passes run among fake tensors; public would be a way to leave fake modes).
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +16,32 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gact_fx.graphs.operators import name_of
+from gact_fx.graphs.operators import OpOverload, name_of
 from gact_fx.graphs.trees import tree_leaves, tree_map
 
-_COUNT = 64
+# Of sizes that no operator can mistake for each other.
+_SHAPE = (2, 4, 8)
 # Of these so many must be finite to say something.
 _FEWEST = 8
 # Of a result's own precision.
 _TOLERANCE = 64
 # Any threshold of what clips or shrinks lies between them.
 _SCALES = (1e-20, 1e20)
-_Run = Callable[[dict[Any, Any]], torch.Tensor | None]
 # They work element by element, but PyTorch does not say so.
-_UNTAGGED = frozenset({"clone", "convert_element_type", "_to_copy", "masked_fill", "gelu_backward"})
+_UNTAGGED = frozenset({"clone", "convert_element_type", "_to_copy", "masked_fill"})
+_Run = Callable[[dict[Any, Any]], torch.Tensor | None]
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether every element of the node's result follows from one element of each tensor that it reads."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node.target) in _UNTAGGED
+    name = name_of(node.target)
+    if torch.Tag.pointwise in node.target.tags or name in _UNTAGGED:
+        return True
+    # PyTorch does not say so of most derivatives of pointwise functions.
+    is_formula = node.target.namespace == "aten" and name.endswith("_backward") and _are_alike(node)
+    return is_formula and _is_local(node.target, *_signature(node, node.all_input_nodes))
 
 
 def is_linear(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
@@ -48,9 +54,39 @@ def is_affine(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
     return _combines(node, inputs, (-1.5, 2.5))
 
 
-def is_total(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
-    """Whether a pointwise node is finite whatever numbers its ``inputs`` are, as far as some numbers tell."""
-    return _is_finite(node.target, *_signature(node, inputs))
+def numbers() -> torch.Tensor:
+    """Numbers of every magnitude that is usual, of both signs, and 0, to try operators on."""
+    with _disable_current_modes():
+        found: torch.Tensor = _numbers(_Slot(0, torch.float64, True, None), torch.Generator().manual_seed(0))
+        found[0, 0, 0] = 0
+        return found
+
+
+def are_numbers(value: torch.Tensor) -> bool:
+    """Whether all of ``value``, which `tried_on` gave, is finite."""
+    with _disable_current_modes():
+        return bool(value.isfinite().all())
+
+
+def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """What a pointwise node makes of the numbers ``given`` for some of its inputs, whatever the others are.
+
+    None where it makes no tensor of them.
+    """
+    args, kwargs = _signature(node, given)
+    with _disable_current_modes(), torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        slots = {slot: node.all_input_nodes[slot.index] for slot in _slots(args, kwargs)}
+        values = {slot: given[i] if i in given else _numbers(slot, generator) for slot, i in slots.items()}
+        return _call(node.target, args, kwargs, values)
+
+
+def _are_alike(node: fx.Node) -> bool:
+    """Whether all that ``node`` reads is a number or as large as its result, as pooling need not be."""
+    result: Any = node.meta.get("val")
+    values: list[Any] = [i.meta.get("val") for i in node.all_input_nodes]
+    are_tensors = all(isinstance(x, torch.Tensor) for x in (result, *values))
+    return are_tensors and all(not x.dim() or x.shape == result.shape for x in values)
 
 
 def _combines(node: fx.Node, inputs: Collection[fx.Node], factors: tuple[float, float]) -> bool:
@@ -97,7 +133,7 @@ def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors:
         left, right = ({slot: _numbers(slot, generator) for slot in slots if slot.varies} for _ in range(2))
         both = {slot: factors[0] * left[slot] + factors[1] * right[slot] for slot in left}
         a, b, c = (_call(target, args, kwargs, {**others, **given}) for given in (left, right, both))
-        if a is None or b is None or c is None:
+        if a is None or b is None or c is None or not c.is_floating_point():
             return False
         precision = _TOLERANCE * torch.finfo(c.dtype).eps
         a, b, c = a.double() * factors[0], b.double() * factors[1], c.double()
@@ -143,17 +179,27 @@ def _passes_nan(call: _Run, given: dict[_Slot, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_finite(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> bool:
+def _is_local(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> bool:
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
+        slots = [slot for slot in _slots(args, kwargs) if slot.dtype is not None]
         values = {slot: _numbers(slot, generator) for slot in _slots(args, kwargs)}
-        for slot in values:
-            if slot.varies:
-                # Codes reach half a step beyond stored values: an overflow of these is one of the model's as well.
-                values[slot] = values[slot].double()
-                values[slot][0] = 0
-        found = _call(target, args, kwargs, values)
-        return found is not None and bool(found.isfinite().all())
+        once = _call(target, args, kwargs, values)
+        if once is None or not slots or once.shape != _SHAPE:
+            return False
+        others = {slot: _numbers(slot, generator) for slot in slots}
+        one = torch.zeros(_SHAPE, dtype=torch.bool)
+        one[1, 2, 3] = True
+        found = [
+            _call(target, args, kwargs, {**values, **{s: torch.where(where, others[s], values[s]) for s in slots}})
+            for where in (one, ~one)
+        ]
+        return all(
+            new is not None and torch.equal(new[~where].nan_to_num(), once[~where].nan_to_num())
+            for new, where in zip(found, (one, ~one), strict=True)
+        )
 
 
 def _slots(args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> list[_Slot]:
@@ -167,22 +213,21 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], values: d
         options["device"] = "cpu"
     try:
         found = target(*filled, **options)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
-    is_same = isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel() == _COUNT
-    return found if is_same else None
+    return found if isinstance(found, torch.Tensor) and found.numel() == math.prod(_SHAPE) else None
 
 
 def _numbers(slot: _Slot, generator: torch.Generator) -> Any:
     if slot.dtype is None:
         return 2
     if slot.constant is not None:
-        return torch.full((_COUNT,), slot.constant, dtype=slot.dtype)
-    draws = torch.rand(_COUNT, generator=generator, dtype=torch.float64)
+        return torch.full(_SHAPE, slot.constant, dtype=slot.dtype)
+    draws = torch.rand(_SHAPE, generator=generator, dtype=torch.float64)
     if slot.dtype is torch.bool:
         return draws < 0.5
     if not slot.dtype.is_floating_point:
         return (draws * 8).to(slot.dtype)
     # Of every magnitude from a hundredth to a hundred.
-    signs = (torch.rand(_COUNT, generator=generator) < 0.5) * 2 - 1
+    signs = (torch.rand(_SHAPE, generator=generator) < 0.5) * 2 - 1
     return (10 ** (4 * draws - 2) * signs).to(torch.float64 if slot.dtype == torch.float64 else torch.float32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
-from gact_fx.passes.encodings import GraphAnalysis, fixed_nbytes
+from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, signature, tensor_seed
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 from gact_fx.planning.list_choices import Item, list_choices

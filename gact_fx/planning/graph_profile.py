@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.plan import graph_fingerprint
 from gact_fx.planning.budget import GraphTensors
 from gact_fx.records import Sensitivity

@@ -44,10 +44,9 @@ def list_choices(items: Sequence[Item], *, roundings: Sequence[str], group_sizes
 
 def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     tensor, how = item.tensor, item.how
-    assert tensor.dtype is not None
     measured = item.sensitivity if _is_known(item.sensitivity) else None
     sensitivity = tensor.numel * max(mean if measured is None else measured.value / tensor.numel, floor)
-    codes = [code for code in codes if code.bits != BFLOAT16_BITS or tensor.dtype.itemsize == 4]
+    codes = [code for code in codes if code.bits != BFLOAT16_BITS or how.takes_bfloat16(tensor)]
     choices = _other_ways(item, sensitivity, codes)
     # Beside more exact bits than that, codes of values are of little use.
     is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
@@ -55,7 +54,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
         # Where backward bends, nothing but a measurement tells what rounding does.
         if code.bits < how.min_bits or (how.bends and measured is None):
             continue
-        nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel)
+        nbytes = how.nbytes(tensor, TensorPlan(tensor.key, code)) or 0
         variance = _measured_variance(code, measured, sensitivity)
         choices.append(Choice(code, nbytes, sensitivity * relative_variance(code) if variance is None else variance))
         if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
@@ -65,10 +64,10 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             variance = sensitivity * relative_variance(code, merged=True)
         # Otherwise it is not known what is done to the elements that the mask stops.
         if variance is not None:
-            nbytes = code.nbytes(tensor.numel, tensor.dtype, how.mask_numel - tensor.numel)
+            nbytes = how.nbytes(tensor, TensorPlan(tensor.key, code, merged=True)) or 0
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.exact_allowed:
-        choices.append(Choice(None, tensor.nbytes if how.instead else tensor.storage_nbytes, 0.0))
+        choices.append(Choice(None, how.nbytes(tensor, TensorPlan(tensor.key, None)) or tensor.storage_nbytes, 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
     if finite:
         return finite
@@ -84,7 +83,6 @@ def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[C
     Codes of coefficients are sound, and need no measurement.
     """
     tensor, how = item.tensor, item.how
-    assert tensor.dtype is not None
     choices: list[Choice] = []
     if item.sensitivity is not None and not item.sensitivity.squared_biases:
         # It could not be measured.

@@ -16,7 +16,8 @@ import torch
 from gact_fx.codec import operators
 from gact_fx.codec.code import Code
 from gact_fx.graphs.replay import Replay
-from gact_fx.passes.encodings import GraphAnalysis, Quantize
+from gact_fx.passes.encodings import Quantize
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, tensor_seed
 from gact_fx.profiling.gradient_changes import GradientChanges, difference

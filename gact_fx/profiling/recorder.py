@@ -11,7 +11,7 @@ import torch
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")

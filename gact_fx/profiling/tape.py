@@ -10,7 +10,7 @@ from torch import fx
 from gact_fx.breaks.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.tensors import Identity, identity, version
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 
 # The index of a step, and the name of one of its tensors or tangents.
 Place = tuple[int, str]

@@ -5,13 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
@@ -58,7 +56,7 @@ def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
     for tensor, how in analysis.quantized():
         decides = bool(how.unknown) or (how.coefficients is not None and how.coefficients.retakes)
         is_delicate = how.bends and (decides or not how.is_tame)
-        bits = BFLOAT16_BITS if is_delicate and tensor.dtype == torch.float32 else PROFILE_BITS
+        bits = BFLOAT16_BITS if is_delicate and how.takes_bfloat16(tensor) else PROFILE_BITS
         is_exact = is_delicate and how.exact_allowed and (decides or bits != BFLOAT16_BITS)
         code = Code(bits, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
         entries.append(TensorPlan(tensor.key, None if is_exact else code))

@@ -10,7 +10,7 @@ from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.passes import PIPELINE
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
 from gact_fx.planning.budget import GraphTensors, choose_plan, is_better

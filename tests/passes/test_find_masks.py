@@ -55,11 +55,11 @@ def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
     saved = next(value for value in pair.saved_values() if value.name == tanh.name)
     user = next(iter(saved.placeholder.users))
     with graph.inserting_before(user):
-        floor = graph.call_function(torch.ops.aten.floor.default, (saved.placeholder,))
-        floor.meta["val"] = saved.placeholder.meta["val"]
-    user.replace_input_with(saved.placeholder, floor)
+        count = graph.call_function(torch.ops.prims.convert_element_type.default, (saved.placeholder, torch.int32))
+        count.meta["val"] = saved.placeholder.meta["val"].int()
+    user.replace_input_with(saved.placeholder, count)
     masks = find_masks(pair, frozenset({saved.name}))
-    assert "floor" in masks.refused[saved.name] and not masks.hosts
+    assert "convert_element_type" in masks.refused[saved.name] and not masks.hosts
 
 
 def test_decisions_larger_than_what_they_follow_from(trace: Trace) -> None:

@@ -7,7 +7,8 @@ from torch import fx, nn
 
 from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.passes.encodings import Alias, GraphAnalysis
+from gact_fx.passes.encodings import Alias
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
 from gact_fx.plan import GraphPlan, TensorPlan
 

@@ -10,7 +10,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.linearity import is_affine, is_linear, is_total
+from gact_fx.graphs.linearity import is_affine, is_linear, is_pointwise
+from gact_fx.passes.find_bends import is_tame
 
 WEIGHT = nn.Parameter(torch.randn(64, 64))
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -116,6 +117,35 @@ def test_linearity_is_found_out_by_numbers(call: tuple[fx.Node, list[fx.Node]], 
 
 
 def test_poles_are_found_out_by_numbers() -> None:
+    def is_total(call: fx.Node, inputs: list[fx.Node]) -> bool:
+        call.graph.output(call)
+        return is_tame({call, *inputs}, inputs[0])
+
     assert is_total(*node(aten.tanh.default, "x")) and is_total(*node(aten.exp.default, "x"))
     for target in (aten.log.default, aten.sqrt.default, aten.reciprocal.default, aten.asin.default):
         assert not is_total(*node(target, "x"))
+    # Its pieces have poles: exp overflows, and a quotient is not defined everywhere.
+    sigmoid, (x,) = node(aten.neg.default, "x")
+    for target, *args in ((aten.exp.default,), (aten.add.Tensor, 1), (aten.reciprocal.default,)):
+        sigmoid = sigmoid.graph.call_function(target, (sigmoid, *args))
+        sigmoid.meta["val"] = x.meta["val"]
+    sigmoid.graph.output(sigmoid)
+    assert is_tame(set(sigmoid.graph.nodes) - set(sigmoid.users), x)
+    assert not is_tame({sigmoid.all_input_nodes[0], sigmoid}, sigmoid.all_input_nodes[0])
+
+
+def test_which_derivatives_work_element_by_element() -> None:
+    def is_local(target: Any, x: list[int], *args: object) -> bool:
+        call, (given,) = node(target, "y", "x", *args)
+        given.meta["val"], call.meta["val"] = torch.empty(x), torch.empty(x)
+        call.all_input_nodes[0].meta["val"] = torch.empty([1] * len(x) if target in POOLS else x)
+        return is_pointwise(call)
+
+    assert is_local(aten.hardtanh_backward.default, [4, 4], -1.0, 1.0)
+    assert is_local(aten.leaky_relu_backward.default, [4, 4], 0.1, False)
+    assert not is_local(aten.glu_backward.default, [4, 4], 1)
+    assert not is_local(aten._adaptive_avg_pool2d_backward.default, [1, 4, 4])
+    assert not is_local(aten.avg_pool2d_backward.default, [1, 4, 4], [3, 3], [1, 1], [1, 1], False, True, None)
+
+
+POOLS = (aten._adaptive_avg_pool2d_backward.default,)

@@ -15,7 +15,8 @@ import gact_fx
 from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import blob_nbytes
 from gact_fx.config import Config
-from gact_fx.passes.encodings import GraphAnalysis, Keep, Mask, Pack, Quantize
+from gact_fx.passes.encodings import Keep, Mask, Pack, Quantize
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.plan import Plan
 from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
 from gact_fx.planning.list_choices import Item, list_choices

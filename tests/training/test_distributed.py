@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gact_fx
 from gact_fx.graphs.dynamo import in_backward
-from gact_fx.passes.encodings import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.records import Sensitivity
 from gact_fx.training.ranks import Ranks
