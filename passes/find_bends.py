@@ -5,6 +5,7 @@ coefficient is affine in a tensor, an error of the tensor moves the gradient in 
 of any size, or not finite, and is measured at the coefficients themselves (`gact_fx.profiling.coefficient_meter`).
 """
 
+import math
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.edit import numel
-from gact_fx.graphs.linearity import are_numbers, is_affine, is_pointwise, numbers, tried_on
+from gact_fx.graphs.linearity import are_near, are_numbers, is_affine, is_pointwise, numbers, tried_on
 from gact_fx.graphs.operators import packet_of
 
 aten = torch.ops.aten
@@ -20,6 +21,8 @@ aten = torch.ops.aten
 PRODUCTS = frozenset(
     {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.mv, aten.dot, aten.sum, aten.mean, aten.cumsum}
 )
+# Numbers of order one: as activations mostly are.
+_ORDER = 4.0
 # They move or copy elements, and compute nothing.
 MOVES = frozenset(
     {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
@@ -64,23 +67,35 @@ def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[objec
 
 
 def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
-    """Whether what backward makes of ``start`` in ``chain`` has no poles, and is defined for all numbers.
+    """Whether what backward makes of ``start`` in ``chain`` is defined for all numbers, and smooth at 8 bits.
 
-    Numbers tell, of what works element by element. In float64: codes reach half a step beyond stored values, and what
-    overflows there nearly does so in the model itself.
+    Numbers tell, of what works element by element: those of every magnitude give numbers, and a step between codes of
+    those of order one moves nothing by more than a tenth. In float64: codes reach half a step beyond stored values, and
+    what overflows there nearly does so in the model itself.
     """
-    found = {start: numbers()}
+    ends = [node for node in chain if any(user not in chain for user in node.users)]
+    anywhere = _tried_along(chain, start, numbers(), math.inf)
+    here, beside = (_tried_along(chain, start, numbers(_ORDER, moved), _ORDER) for moved in (0.0, 2 * _ORDER / 255))
+    if anywhere is None or here is None or beside is None:
+        return False
+    return all(are_numbers(anywhere[end]) and are_near(here[end], beside[end], 0.1) for end in ends)
+
+
+def _tried_along(
+    chain: Collection[fx.Node], start: fx.Node, given: torch.Tensor, largest: float
+) -> dict[fx.Node, torch.Tensor] | None:
+    """What every node of ``chain`` makes of what is ``given`` for ``start``; None where one is not pointwise."""
+    found = {start: given}
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in found]
         if node is start or not inputs:
             continue
         is_move = packet_of(node) in MOVES or packet_of(node) is None
-        tried = found[inputs[0]] if is_move else tried_on(node, found) if is_pointwise(node) else None
+        tried = found[inputs[0]] if is_move else tried_on(node, found, largest) if is_pointwise(node) else None
         if tried is None:
-            return False
+            return None
         found[node] = tried
-    ends = [value for node, value in found.items() if any(user not in chain for user in node.users)]
-    return all(map(are_numbers, ends))
+    return found
 
 
 def straight_bases(

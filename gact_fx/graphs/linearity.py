@@ -29,11 +29,13 @@ _TOLERANCE = 64
 _SCALES = (1e-20, 1e20)
 # They work element by element, but PyTorch does not say so.
 _UNTAGGED = frozenset({"clone", "convert_element_type", "_to_copy", "masked_fill"})
-_Run = Callable[[dict[Any, Any]], torch.Tensor | None]
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether every element of the node's result follows from one element of each tensor that it reads."""
+    """Whether every element of the node's result follows from one element of each tensor that it reads.
+
+    One element of the gradient, which a derivative reads first, does for all.
+    """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     name = name_of(node.target)
@@ -54,12 +56,12 @@ def is_affine(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
     return _combines(node, inputs, (-1.5, 2.5))
 
 
-def numbers() -> torch.Tensor:
-    """Numbers of every magnitude that is usual, of both signs, and 0, to try operators on."""
+def numbers(largest: float = math.inf, moved: float = 0.0) -> torch.Tensor:
+    """Numbers of every magnitude that is usual up to ``largest``, of both signs, and 0, all ``moved`` by so much."""
     with _disable_current_modes():
         found: torch.Tensor = _numbers(_Slot(0, torch.float64, True, None), torch.Generator().manual_seed(0))
         found[0, 0, 0] = 0
-        return found
+        return found.clamp(-largest, largest) + moved
 
 
 def are_numbers(value: torch.Tensor) -> bool:
@@ -68,16 +70,25 @@ def are_numbers(value: torch.Tensor) -> bool:
         return bool(value.isfinite().all())
 
 
-def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+def are_near(value: torch.Tensor, other: torch.Tensor, share: float) -> bool:
+    """Whether the two, which `tried_on` gave, differ by no more than that ``share`` of the largest magnitude.
+
+    Decisions are not compared.
+    """
+    with _disable_current_modes():
+        return not value.is_floating_point() or bool((value - other).abs().max() <= share * value.abs().max())
+
+
+def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor], largest: float = math.inf) -> torch.Tensor | None:
     """What a pointwise node makes of the numbers ``given`` for some of its inputs, whatever the others are.
 
-    None where it makes no tensor of them.
+    ``largest`` is the largest magnitude of those. None where it makes no tensor of them.
     """
     args, kwargs = _signature(node, given)
     with _disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(1)
         slots = {slot: node.all_input_nodes[slot.index] for slot in _slots(args, kwargs)}
-        values = {slot: given[i] if i in given else _numbers(slot, generator) for slot, i in slots.items()}
+        values = {slot: given[i] if i in given else _numbers(slot, generator, largest) for slot, i in slots.items()}
         return _call(node.target, args, kwargs, values)
 
 
@@ -143,21 +154,28 @@ def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors:
         if int(is_finite.sum()) < _FEWEST or not bool(is_close[is_finite].all()):
             return False
 
-        def call(given: dict[_Slot, Any]) -> torch.Tensor | None:
-            return _call(target, args, kwargs, {**others, **given})
+        def call(change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+            return _call(target, args, kwargs, {**others, **{slot: change(x) for slot, x in left.items()}})
 
-        return all(_is_homogeneous(call, left, scale, precision) for scale in _SCALES) and _passes_nan(call, left)
+        zero, once = call(torch.zeros_like), call(lambda x: x)
+        if zero is None or once is None:
+            return False
+        scaled = ((scale, call(lambda x, by=scale: by * x)) for scale in _SCALES)  # type: ignore[misc]
+        if not all(many is not None and _is_scaled(many, zero, once, scale, precision) for scale, many in scaled):
+            return False
+        if not all(x.is_floating_point() for x in left.values()):
+            return True
+        unknown = call(lambda x: torch.full_like(x, math.nan))
+        # What is not a number stays so, where numbers matter: `nan_to_num` is there to stop it.
+        return unknown is not None and bool(unknown[(once != zero) & once.isfinite()].isnan().all())
 
 
-def _is_homogeneous(call: _Run, given: dict[_Slot, Any], scale: float, precision: float) -> bool:
-    """Whether so many times the inputs give so many times the result, apart from what zeros give.
+def _is_scaled(many: torch.Tensor, zero: torch.Tensor, once: torch.Tensor, scale: float, precision: float) -> bool:
+    """Whether ``many``, what an operator gives of ``scale`` times the inputs, is that multiple of what these give
+    ``once``, apart from what ``zero`` gives.
 
     What clips or shrinks does so at a threshold that other numbers need not reach.
     """
-    zero, once = call({slot: torch.zeros_like(x) for slot, x in given.items()}), call(given)
-    many = call({slot: scale * x for slot, x in given.items()})
-    if zero is None or once is None or many is None:
-        return False
     limits, rest = torch.finfo(many.dtype), zero.double()
     expected, found = scale * (once.double() - rest), many.double() - rest
     in_range = (expected.abs() > limits.tiny / limits.eps) & (expected.abs() < limits.max * limits.eps)
@@ -165,17 +183,6 @@ def _is_homogeneous(call: _Run, given: dict[_Slot, Any], scale: float, precision
     rounding = found.abs() + scale * (once.double().abs() + rest.abs()) + rest.abs()
     is_close = (found - expected).abs() <= precision * rounding
     return bool(is_close[known].all())
-
-
-def _passes_nan(call: _Run, given: dict[_Slot, Any]) -> bool:
-    """Whether what is not a number stays so, where numbers matter: `nan_to_num` is there to stop it."""
-    zero, once = call({slot: torch.zeros_like(x) for slot, x in given.items()}), call(given)
-    if not all(x.is_floating_point() for x in given.values()):
-        return True
-    found = call({slot: torch.full_like(x, math.nan) for slot, x in given.items()})
-    if zero is None or once is None or found is None:
-        return False
-    return bool(found[(once != zero) & once.isfinite()].isnan().all())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,14 +199,16 @@ def _is_local(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> bo
         others = {slot: _numbers(slot, generator) for slot in slots}
         one = torch.zeros(_SHAPE, dtype=torch.bool)
         one[1, 2, 3] = True
-        found = [
-            _call(target, args, kwargs, {**values, **{s: torch.where(where, others[s], values[s]) for s in slots}})
-            for where in (one, ~one)
-        ]
-        return all(
-            new is not None and torch.equal(new[~where].nan_to_num(), once[~where].nan_to_num())
-            for new, where in zip(found, (one, ~one), strict=True)
-        )
+        for where in (one, ~one):
+            changed = {slot: torch.where(where, others[slot], values[slot]) for slot in slots}
+            found = _call(target, args, kwargs, {**values, **changed})
+            if found is None or not torch.equal(found[~where].nan_to_num(), once[~where].nan_to_num()):
+                return False
+        # Coefficients are made of a gradient of one element, which must do for all: pooling would take its size.
+        single = {slot: values[slot][:1, :1, :1] for slot in slots if slot.index == 0}
+        expanded = {slot: value.expand(_SHAPE) for slot, value in single.items()}
+        few, many = (_call(target, args, kwargs, {**values, **given}) for given in (single, expanded))
+        return few is not None and many is not None and torch.equal(few.nan_to_num(), many.nan_to_num())
 
 
 def _slots(args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> list[_Slot]:
@@ -218,7 +227,7 @@ def _call(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], values: d
     return found if isinstance(found, torch.Tensor) and found.numel() == math.prod(_SHAPE) else None
 
 
-def _numbers(slot: _Slot, generator: torch.Generator) -> Any:
+def _numbers(slot: _Slot, generator: torch.Generator, largest: float = math.inf) -> Any:
     if slot.dtype is None:
         return 2
     if slot.constant is not None:
@@ -230,4 +239,5 @@ def _numbers(slot: _Slot, generator: torch.Generator) -> Any:
         return (draws * 8).to(slot.dtype)
     # Of every magnitude from a hundredth to a hundred.
     signs = (torch.rand(_SHAPE, generator=generator) < 0.5) * 2 - 1
-    return (10 ** (4 * draws - 2) * signs).to(torch.float64 if slot.dtype == torch.float64 else torch.float32)
+    found = (10 ** (4 * draws - 2)).clamp(max=largest) * signs
+    return found.to(torch.float64 if slot.dtype == torch.float64 else torch.float32)

@@ -124,6 +124,8 @@ def test_poles_are_found_out_by_numbers() -> None:
     assert is_total(*node(aten.tanh.default, "x")) and is_total(*node(aten.exp.default, "x"))
     for target in (aten.log.default, aten.sqrt.default, aten.reciprocal.default, aten.asin.default):
         assert not is_total(*node(target, "x"))
+    # Defined everywhere, it jumps.
+    assert not is_total(*node(aten.sign.default, "x"))
     # Its pieces have poles: exp overflows, and a quotient is not defined everywhere.
     sigmoid, (x,) = node(aten.neg.default, "x")
     for target, *args in ((aten.exp.default,), (aten.add.Tensor, 1), (aten.reciprocal.default,)):
@@ -146,6 +148,12 @@ def test_which_derivatives_work_element_by_element() -> None:
     assert not is_local(aten.glu_backward.default, [4, 4], 1)
     assert not is_local(aten._adaptive_avg_pool2d_backward.default, [1, 4, 4])
     assert not is_local(aten.avg_pool2d_backward.default, [1, 4, 4], [3, 3], [1, 1], [1, 1], False, True, None)
+
+    # Not of a gradient of one element, which would be taken for a pooled image.
+    call, (given,) = node(aten._adaptive_avg_pool2d_backward.default, "y", "x")
+    for each in (call, given, call.all_input_nodes[0]):
+        each.meta["val"] = torch.empty(4, 8, 8, 8)
+    assert not is_pointwise(call)
 
 
 POOLS = (aten._adaptive_avg_pool2d_backward.default,)
