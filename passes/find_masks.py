@@ -105,15 +105,20 @@ def _walk(
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
     boolean = set(decisions)
     known: set[fx.Node] = set()
-    hosts: dict[str, str] = {}
+    masks: set[fx.Node] = set()
     for node in decisions:
         if boolean.issuperset(node.all_input_nodes) and known.issuperset(node.all_input_nodes):
             known.add(node)
         elif any(user not in boolean for user in node.users):
             known.add(node)
-            tensors = [placeholders[name] for name in sources[node]]
-            hosts[node.name] = _choose_host(node, tensors, Counter(hosts.values()))
-    return hosts, frozenset(node.name for node in known if len(sources[node]) == 1), {}
+            masks.add(node)
+    # Nor do those that lead to others alone, by way of numbers: of ``abs(x) < 1`` the sign.
+    masks &= ancestors(outputs, lambda node: node.name in stored or node in masks)
+    hosts: dict[str, str] = {}
+    for node in sorted(masks):
+        tensors = [placeholders[name] for name in sources[node]]
+        hosts[node.name] = _choose_host(node, tensors, Counter(hosts.values()))
+    return hosts, frozenset(node.name for node in masks if len(sources[node]) == 1), {}
 
 
 def _choose_host(mask: fx.Node, tensors: Sequence[fx.Node], hosted: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ Private, tried with torch 2.11 and 2.13:
 - ``torch._dynamo.config.patch`` with ``recompile_limit`` and ``accumulated_recompile_limit``: for single compilations
   only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
+- ``torch._dynamo.exc.BackendCompilerFailed`` (public would be a class of ``torch.compiler``);
 - ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
 - ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another
   (public would be a function of ``torch.autograd.graph``);
@@ -87,6 +88,11 @@ def without_recompile_limits() -> Any:
 def lookup_backend(name: str) -> Callable[..., Any]:
     """One of torch.compile's backends, as a function."""
     return cast(Callable[..., Any], torch._dynamo.lookup_backend(name))
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Whether a backend failed to compile a graph, whatever it was given."""
+    return isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
 
 
 def active_ddp() -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from gact_fx.graphs.dynamo import is_of_backend
 from gact_fx.profiling.gradients import are_finite
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.profiling.tape import Step
@@ -107,6 +108,8 @@ def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, inde
     except UsageError:
         raise
     except Exception as error:
+        if is_of_backend(error):
+            raise
         raise ValueError(
             f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {first_line(error)}; every "
             f"sample {WHAT_BATCHES_ARE}"

@@ -211,6 +211,16 @@ def test_sample_batches(
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_the_compiler_is_not_taken_for_a_bad_batch(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise Failure("in compiling")
+
+    monkeypatch.setattr("gact_fx.training.session.rewrite", fails)
+    with pytest.raises(Exception, match="Failure: in compiling") as caught:
+        gact_fx.compile(net, sample_batches=[X], loss_fn=in_loss, **OPTIONS)
+    assert "batch must be" not in str(caught.value)
+
+
 def test_an_exception_in_the_users_loss_between_steps(net: Net) -> None:
     """After the compiled forward pass, where nobody can see it."""
     model = gact_fx.compile(net, **OPTIONS)
