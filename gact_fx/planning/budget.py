@@ -19,6 +19,8 @@ DEFAULT_GROUP = 256
 NOISE_LIMIT = 0.1
 # Re-planning costs a compilation, and must bring the predicted variance down by this much.
 WORTHWHILE = 0.95
+# What takes more bytes than a uniform width's must add so many times less, as two more bits would.
+WORTH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,14 @@ def _fixed(menu: Menu, bits: int) -> Choice:
     coded = [(c.code, c) for c in menu if c.code is not None and c.code.bits >= bits and not c.merged]
     if not coded:
         return menu[-1]
-    # Of several things to store the one that adds least.
-    ranks = [
-        (code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP), choice.variance)
-        for code, choice in coded
-    ]
-    return coded[ranks.index(min(ranks))][1]
+    ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]
+    offered = [choice for rank, (_, choice) in zip(ranks, coded, strict=True) if rank == min(ranks)]
+    # Of several things to store one that takes more bytes must add far less.
+    found, *others = sorted(offered, key=lambda choice: choice.nbytes)
+    for other in others:
+        if other.variance * WORTH_BYTES < found.variance:
+            found = other
+    return found
 
 
 def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:

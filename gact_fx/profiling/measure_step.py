@@ -33,9 +33,10 @@ def measure_step(
         # each other's collectives.
         has_collectives = any(step.has_collectives for step in steps)
         tried = measure_unknown(steps, seed=config.seed, draws=max(config.profile_draws, 2))
+        unknown = [_unknown(measured) for measured in adjoint]
         slow = [
-            (m.opaque if has_collectives else m.opaque | _unknown(m)) - found.keys()
-            for m, found in zip(adjoint, tried, strict=True)
+            (m.opaque if has_collectives else m.opaque | names) - found.keys()
+            for m, names, found in zip(adjoint, unknown, tried, strict=True)
         ]
         empirical: list[dict[str, float]] = [{} for _ in steps]
         if any(slow):
@@ -43,7 +44,8 @@ def measure_step(
             draws = config.profile_draws if config.sensitivity == "empirical" else 1
             empirical = measure_sensitivity(steps, seed=config.seed, draws=draws, only=slow, progress=progress)
         results = []
-        for step, measured, evaluated, opaque, slopes in zip(steps, adjoint, tried, slow, empirical, strict=True):
+        results_by_graph = zip(steps, adjoint, unknown, tried, slow, empirical, strict=True)
+        for step, measured, unclear, evaluated, opaque, slopes in results_by_graph:
             found = {}
             for name, meter in measured.meters.items():
                 if name in evaluated:
@@ -56,7 +58,7 @@ def measure_step(
                     meter.weigh_equally()
                 found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
                 # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
-                if name in step.with_poles if is_opaque else name in _unknown(measured):
+                if name in step.with_poles if is_opaque else name in unclear:
                     found[name] = Sensitivity(math.inf, dict.fromkeys(found[name].variances, math.inf))
                 if name in measured.bent and not is_opaque:
                     found[name] = measured.bent[name].result(found[name])

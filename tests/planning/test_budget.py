@@ -16,6 +16,7 @@ from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import blob_nbytes
 from gact_fx.config import Config
 from gact_fx.passes.encodings import Keep, Mask, Pack, Quantize
+from gact_fx.passes.find_bends import Coefficients
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.plan import Plan
 from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
@@ -211,6 +212,21 @@ def test_not_adaptive_is_one_width() -> None:
     plan = choose_plan([replace(tensors, analysis=analysis)], Config(budget_bits=3, adaptive=False), "m", None)
     found = [replace(entry.code, seed=0) for entry in plan.graphs[0].tensors if entry.code is not None]
     assert found == [Code(6, "stochastic", 256), *[Code(3, "stochastic", 256)] * 3]
+
+
+@pytest.mark.parametrize(("share", "stored"), [(1 / 20, "coefficients"), (1 / 10, "values")])
+def test_not_adaptive_takes_more_bytes_for_far_less_noise(share: float, stored: str) -> None:
+    tensors = graph(*VALUES)
+    key, *_ = tensors.sensitivities
+    first, *rest = tensors.analysis.encodings
+    assert isinstance(first, Quantize)
+    coefficients = Coefficients(("square", "sine"), torch.float32, 2 * NUMEL, (), 0, False)
+    analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, bends=True, coefficients=coefficients), *rest))
+    biases = dict.fromkeys(measured(1.0).variances, 0.0)
+    bent = replace(measured(1.0), squared_biases=biases, others={"coefficients": measured(share)})
+    tensors = replace(tensors, analysis=analysis, sensitivities={**tensors.sensitivities, key: bent})
+    config = Config(budget_bits=4, adaptive=False, **OPTIONS)
+    assert choose_plan([tensors], config, "m", None).graphs[0].tensors[0].stored == stored
 
 
 def test_what_has_to_be_exact_takes_no_bits_from_the_others() -> None:

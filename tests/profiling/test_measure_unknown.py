@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def step_of(operator: Operator) -> Step:
     return step
 
 
-def of_what_it_reads(step: Step, **options: object) -> Sensitivity:
+def of_what_it_reads(step: Step, **options: Any) -> Sensitivity:
     """The first layer's result is what the operator reads."""
-    (found,) = measure_step([step], Config(min_elements=64, **options))  # type: ignore[arg-type]
+    (found,) = measure_step([step], Config(min_elements=64, **options))
     (name,) = (tensor.name for tensor in step.analysis.saved if tensor.key == "aten.addmm#0")
     return found[name]
 
