@@ -9,38 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graphs.operator_table import POSITIONS, POSITIONS_IN_PLANE, REORDERS, TAKES_POSITIONS, TAKES_WRAPPING
 from gact_fx.graphs.operators import packet_of
 
 aten = torch.ops.aten
 
-# Operators that return positions along one dimension: their output that does (None: the only one), and which argument
-# names the dimension, with its default.
-_ALONG: dict[Any, tuple[int | None, int, int | None]] = {
-    aten.argmax.default: (None, 1, None), aten.argmin.default: (None, 1, None), aten.argsort.default: (None, 1, -1),
-    aten.max.dim: (1, 1, None), aten.min.dim: (1, 1, None), aten.median.dim: (1, 1, None),
-    aten.mode.default: (1, 1, -1), aten.sort.default: (1, 1, -1), aten.topk.default: (1, 2, -1),
-    aten.kthvalue.default: (1, 2, -1), aten.cummax.default: (1, 1, None), aten.cummin.default: (1, 1, None),
-}  # fmt: skip
-# Operators that return positions in a plane of their input: how many of its last dimensions make one.
-_IN_PLANE: dict[Any, int] = {
-    aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
-    aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3, aten.fractional_max_pool2d.default: 2,
-}  # fmt: skip
-# Operators that take positions along a dimension of their first argument, and fail where these lie outside: where the
-# dimension and the positions are among their arguments.
-_TAKES: dict[Any, tuple[int | None, int]] = {
-    aten.index_select.default: (1, 2), aten.gather.default: (1, 2), aten.scatter.src: (1, 2),
-    aten.scatter_add.default: (1, 2), aten.scatter_reduce.two: (1, 2), aten.index_add.default: (1, 2),
-    aten.embedding.default: (None, 1),
-}  # fmt: skip
-# The same, for a list of positions, of which negative ones count from the end.
-_WRAPPING = (
-    aten.index.Tensor, aten.index_put.default, aten._unsafe_index.Tensor, aten._unsafe_index_put.default,
-)  # fmt: skip
-_ALL_ELEMENTS = (
-    aten.view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.expand, aten.permute, aten.t, aten.transpose,
-    aten.clone, aten.detach, aten.alias, aten.cat,
-)  # fmt: skip
+# Of all elements of the input.
+_ALL_ELEMENTS = REORDERS | {aten.expand, aten.cat}
 
 
 @dataclass(frozen=True)
@@ -99,11 +74,11 @@ def _taken(user: fx.Node, index: fx.Node) -> IndexRange | None:
         return None
     shape = source.meta["val"].shape
     size: Any
-    if user.target in _TAKES and user.args[_TAKES[user.target][1]] is index:
-        dimension = _TAKES[user.target][0]
+    if user.target in TAKES_POSITIONS and user.args[TAKES_POSITIONS[user.target][1]] is index:
+        dimension = TAKES_POSITIONS[user.target][0]
         size = shape[0 if dimension is None else user.args[dimension]]
         return IndexRange(size) if isinstance(size, int) else None
-    if user.target in _WRAPPING:
+    if user.target in TAKES_WRAPPING:
         indices: Any = user.args[1]
         # A mask takes the place of as many dimensions as it has, and those after it count from there.
         if any(each is not None and each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices):
@@ -128,10 +103,10 @@ def index_limit(node: fx.Node) -> int | None:
     # By name: Inductor registers its operators when it is first used.
     if str(node.target) == "prims._low_memory_max_pool_with_offsets.default" and output == 1:
         return math.prod(node.args[1])  # type: ignore[arg-type]
-    if node.target in _IN_PLANE and output == 1:
-        return _product(source.shape[-_IN_PLANE[node.target] :])
-    if node.target in _ALONG and output == _ALONG[node.target][0]:
-        _, position, default = _ALONG[node.target]
+    if node.target in POSITIONS_IN_PLANE and output == 1:
+        return _product(source.shape[-POSITIONS_IN_PLANE[node.target] :])
+    if node.target in POSITIONS and output == POSITIONS[node.target][0]:
+        _, position, default = POSITIONS[node.target]
         dimension: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
         return _product(source.shape if dimension is None else [source.shape[dimension]])
     return None

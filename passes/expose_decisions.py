@@ -14,6 +14,8 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, add_full, dependents
+from gact_fx.graphs.operator_table import NAMES
+from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -62,7 +64,7 @@ def _compare_inputs_instead(node: fx.Node) -> None:
         for user in list(alias.users):
             if user.target is aten.le.Scalar and user.args == (alias, 0):
                 user.replace_all_uses_with(twin)
-            elif user.target in (aten.detach.default, aten.alias.default):
+            elif packet_of(user) in NAMES:
                 stack.append(user)
 
 

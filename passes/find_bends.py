@@ -14,22 +14,12 @@ from torch import fx
 
 from gact_fx.graphs.edit import numel
 from gact_fx.graphs.linearity import are_near, are_numbers, is_affine, is_pointwise, numbers, tried_on
+from gact_fx.graphs.operator_table import MOVES, PRODUCTS
 from gact_fx.graphs.operators import packet_of
 
 aten = torch.ops.aten
-# Linear in each of their arguments.
-PRODUCTS = frozenset(
-    {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.mv, aten.dot, aten.sum, aten.mean, aten.cumsum}
-)
 # Numbers of order one: as activations mostly are.
 _ORDER = 4.0
-# They move or copy elements, and compute nothing.
-MOVES = frozenset(
-    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
-     aten.expand, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.as_strided, aten.alias, aten.detach,
-     aten.clone, aten.cat, aten.constant_pad_nd, aten.flip, aten.roll, aten.diagonal, aten.unfold, aten.index,
-     aten._unsafe_index, aten.gather, aten.index_select, aten.embedding}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

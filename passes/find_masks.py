@@ -15,18 +15,9 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.operator_table import KNOWN, KNOWN_NAMESPACES
 from gact_fx.graphs.operators import HigherOrderOperator, OpOverload
 from gact_fx.graphs.sizes import have_same_shape
-
-# Whose operators gact_fx knows: smooth but for those listed, here and in `find_substitutes`.
-_KNOWN_NAMESPACES = frozenset(
-    {"aten", "prims", "gact_fx", "inductor", "rngprims", "_c10d_functional", "_c10d_functional_autograd",
-     "c10d_functional", "fsdp"}
-)  # fmt: skip
-# Of other libraries, after reading their code: matrix products of groups of rows, and their derivatives.
-_KNOWN_OPERATORS = frozenset(
-    {"transformers.grouped_mm_fallback.default", "transformers.grouped_mm_fallback_backward.default"}
-)
 
 
 @dataclass(frozen=True)
@@ -141,10 +132,10 @@ def is_known(node: fx.Node) -> bool:
     """
     if isinstance(node.target, HigherOrderOperator):
         inner = [x for x in node.args if isinstance(x, OpOverload)]
-        return bool(inner) and all(operator.namespace in _KNOWN_NAMESPACES for operator in inner)
-    if not isinstance(node.target, OpOverload) or node.target.namespace in _KNOWN_NAMESPACES:
+        return bool(inner) and all(operator.namespace in KNOWN_NAMESPACES for operator in inner)
+    if not isinstance(node.target, OpOverload) or node.target.namespace in KNOWN_NAMESPACES:
         return True
-    return str(node.target) in _KNOWN_OPERATORS
+    return str(node.target) in KNOWN
 
 
 def _decides(node: fx.Node) -> bool:

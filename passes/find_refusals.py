@@ -6,6 +6,7 @@ from torch import fx
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.operator_table import REDUCTIONS, REORDERS, STATISTICS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.find_masks import draws
@@ -18,19 +19,6 @@ _OWNERS = {
     "caller": "an input that the caller holds",
     "symbol": "not a tensor",
 }
-# Reductions whose results are per-row statistics (means, variances, maxima of softmax, logsumexp): few, and every
-# element of the row depends on them.
-_REDUCTIONS = frozenset(
-    {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
-     aten.prod, aten.norm, aten.linalg_vector_norm}
-)  # fmt: skip
-# Fused operators → which of their outputs are statistics.
-_STATISTICS: dict[object, tuple[int, ...]] = {
-    aten.native_layer_norm: (1, 2), aten.native_group_norm: (1, 2), aten.native_batch_norm: (1, 2),
-    aten._native_batch_norm_legit_functional: (1, 2, 3, 4), aten._scaled_dot_product_flash_attention_for_cpu: (1,),
-    aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
-    aten._scaled_dot_product_cudnn_attention: (1,),
-}  # fmt: skip
 
 
 def find_refusals(pair: GraphPair, saved: tuple[SavedTensor, ...], *, min_elements: int) -> dict[str, str]:
@@ -66,11 +54,9 @@ def _is_statistic(node: fx.Node) -> bool:
         return False
     if packet is None:  # getitem
         parent, index = packet_of(node.args[0]), node.args[1]
-        return parent in _REDUCTIONS or index in _STATISTICS.get(parent, ())
-    if packet in _REDUCTIONS:
+        return parent in REDUCTIONS or index in STATISTICS.get(parent, ())
+    if packet in REDUCTIONS:
         return True
-    is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in (
-        aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.permute, aten.clone, aten.detach, aten.alias,
-    )  # fmt: skip
+    is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in REORDERS
     inputs = node.all_input_nodes
     return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)

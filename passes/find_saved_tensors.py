@@ -8,6 +8,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind
+from gact_fx.graphs.operator_table import NAMES
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
@@ -35,7 +36,7 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
     tensors = []
     for saved in pair.saved_values():
         # Detach and alias say nothing about what was saved.
-        producer = behind(saved.source, (aten.detach, aten.alias))
+        producer = behind(saved.source, NAMES)
         op = _op_name(producer)
         names = (saved.name, f"{op}#{counts[op]}", op, _module_path(producer))
         counts[op] += 1

@@ -16,17 +16,12 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import ancestors, behind
+from gact_fx.graphs.operator_table import BATCH_NORMS, RESHAPES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import have_same_shape, hint
 from gact_fx.records import Standardization
 
 aten = torch.ops.aten
-_VIEWS = (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze, aten.detach, aten.alias)
-# Fused batch norm → which of its results are the mean and 1 / deviation of the batch.
-_BATCH_NORMS = {
-    aten._native_batch_norm_legit_functional.default: (1, 2), aten.native_batch_norm.default: (1, 2),
-    aten._native_batch_norm_legit.default: (1, 2), aten._native_batch_norm_legit.no_stats: (1, 2),
-}  # fmt: skip
 # Of 16-bit values the standardised ones would be rounded once more, always the same way.
 _DTYPES = (torch.float32, torch.float64)
 
@@ -58,7 +53,7 @@ def find_standardizations(
             node = backward[other]
             is_centred = node.target is aten.sub.Tensor and node.args[0] is values[name].placeholder and bool(rstd)
             # Some number may be subtracted: those of a channel then do not sum to zero.
-            is_centred = is_centred and sources.get(behind(node.args[1], _VIEWS)) in means
+            is_centred = is_centred and sources.get(behind(node.args[1], RESHAPES)) in means
             if is_centred:
                 found[name] = Standardization("", rstd, _sign(node, masks[name], backward))
         elif mean and rstd:
@@ -75,8 +70,8 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             means += _views(_parts(user, 1))
             shifted = _users(_parts(user, 0), aten.add.Tensor, aten.add.Scalar)
             rstds += _views(_users(shifted, aten.rsqrt.default))
-        elif user.target in _BATCH_NORMS and user.args[0] is x:
-            mean, rstd = _BATCH_NORMS[user.target]
+        elif packet_of(user) in BATCH_NORMS and user.args[0] is x:
+            mean, rstd = BATCH_NORMS[packet_of(user)]
             means += _views(_parts(user, mean))
             rstds += _views(_parts(user, rstd))
     channels = x.meta["val"].shape[1]
@@ -100,7 +95,7 @@ def _views(nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes, and the views of them."""
     found = list(nodes)
     for node in found:
-        found += [user for user in node.users if packet_of(user) in _VIEWS]
+        found += [user for user in node.users if packet_of(user) in RESHAPES]
     return found
 
 

@@ -18,6 +18,7 @@ from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind, is_float
 from gact_fx.graphs.linearity import is_affine, is_pointwise
+from gact_fx.graphs.operator_table import CASTS, NONLINEAR, REORDERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.find_bends import bends
 from gact_fx.passes.find_masks import derivable_nodes, is_known
@@ -26,36 +27,6 @@ from gact_fx.passes.recompute_attention import recomputes
 
 aten = torch.ops.aten
 
-_VIEWS = frozenset(
-    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze,
-     aten.alias, aten.detach, aten.clone, aten._to_copy, torch.ops.prims.convert_element_type}
-)  # fmt: skip
-# Backward formulas that mix elements → the arguments, by position or keyword, in which they are not linear.
-_NONLINEAR: dict[object, tuple[int | str, ...]] = {
-    aten._log_softmax_backward_data: (1,), aten.binary_cross_entropy_backward: (1,), aten._cdist_backward: (1, 2, 4),
-    aten._pdist_backward: (1, 3), aten.grid_sampler_2d_backward: (2,), aten.grid_sampler_3d_backward: (2,),
-    aten.cudnn_grid_sampler_backward: (1,),
-    aten.multi_margin_loss_backward: (1,), aten.multilabel_margin_loss_backward: (1,),
-    aten._segment_reduce_backward: (1, 2), aten._prelu_kernel_backward: (1,), aten.rrelu_with_noise_backward: (1,),
-    aten._fake_quantize_learnable_per_tensor_affine_backward: (1, 2, 3),
-    aten._fake_quantize_learnable_per_channel_affine_backward: (1, 2, 3),
-    # Probabilities of alignments, as logarithms.
-    aten._ctc_loss_backward: (1, 6),
-    # The matrix of a system of equations.
-    aten.linalg_solve_triangular: (0,), aten.linalg_lu_solve: (0,), aten._linalg_solve_ex: (0,),
-    aten.linalg_inv_ex: (0,), aten.triangular_solve: (1,), aten.cholesky_solve: (1,), aten.cholesky_inverse: (0,),
-    aten.linalg_ldl_solve: (0,),
-    # query and key, whose product is exponentiated against an exact logsumexp, and the mask that is added to it.
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, "attn_mask"),
-    aten._scaled_dot_product_flash_attention_backward: (1, 2),
-    aten._scaled_dot_product_efficient_attention_backward: (1, 2, 4),
-    aten._scaled_dot_product_cudnn_attention_backward: (1, 2, 8),
-    aten._scaled_dot_product_fused_attention_overrideable_backward: (1, 2, 4),
-    # Computed again they are bounded, but a mask of zeros and the lowest number has no steps in between.
-    aten._scaled_dot_product_flash_attention_for_cpu: ("attn_mask",),
-    aten._scaled_dot_product_efficient_attention: (3,), aten._scaled_dot_product_cudnn_attention: (3,),
-    aten._scaled_dot_product_fused_attention_overrideable: (3,),
-}  # fmt: skip
 _QUERY_AND_KEY = (1, 2)
 
 
@@ -139,7 +110,7 @@ class _Region:
                 continue
             fits = found.dtype in SOURCE_DTYPES and found.numel() == value.numel()
             if fits and not self._escapes(self._closure(placeholder, end=node), node):
-                return placeholder if behind(node, _VIEWS) is placeholder else node
+                return placeholder if behind(node, REORDERS | CASTS) is placeholder else node
         return placeholder
 
     def is_of_numbers(self, start: fx.Node, end: fx.Node) -> bool:
@@ -157,7 +128,7 @@ class _Region:
         """
         for node in self._closure(start):
             for user in self._users(node):
-                for position in _NONLINEAR.get(packet_of(user), ()):
+                for position in NONLINEAR.get(packet_of(user), ()):
                     fits_again = position in _QUERY_AND_KEY and recomputes(user)
                     if _argument(user, position) is node and not fits_again:
                         yield user

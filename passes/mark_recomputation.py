@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.aot import JointGraph
+from gact_fx.graphs.operator_table import CASTS, CONSTANTS, MOVES, SCATTERS
 from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_masks import counts, draws, is_known
@@ -23,14 +24,7 @@ from gact_fx.passes.share_softmax import is_exp_of_bent
 
 aten = torch.ops.aten
 
-_CHEAP = frozenset(
-    {aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.squeeze, aten.unsqueeze,
-     aten.expand, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.as_strided, aten.alias, aten.detach,
-     aten.clone, aten.cat, aten.constant_pad_nd, aten.flip, aten.roll, aten.diagonal, aten.unfold,
-     aten.full, aten.full_like, aten.ones_like, aten.zeros_like, aten.scalar_tensor, aten.arange, aten.empty,
-     aten.index, aten._unsafe_index, aten.gather, aten.index_select, aten.embedding, aten._to_copy}
-)  # fmt: skip
-_SCATTERS = frozenset({aten.scatter_add, aten.scatter_reduce, aten.index_add, aten.index_put, aten.scatter})
+_CHEAP = MOVES | CONSTANTS | CASTS
 # Elements that share a statistic, at least.
 _FEW = 8
 # By name: Inductor registers some of them when it is first used.
@@ -91,7 +85,7 @@ def _is_scattered_exp(node: fx.Node) -> bool:
     """
     views = [user for user in node.users if user.target in (aten.view.default, aten.expand.default)]
     users = [*node.users, *(user for view in views for user in view.users)]
-    return node.target is aten.exp.default and any(packet_of(user) in _SCATTERS for user in users)
+    return node.target is aten.exp.default and any(packet_of(user) in SCATTERS for user in users)
 
 
 def _is_reciprocal_deviation(node: fx.Node) -> bool:

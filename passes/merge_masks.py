@@ -17,6 +17,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import SavedValue
 from gact_fx.graphs.edit import Add, add_full, behind
+from gact_fx.graphs.operator_table import NAMES
 from gact_fx.records import Standardization
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ def find_merge(
         return ""
     relus = [mask for mask in masks if _is_relu(backward[mask])]
     # What is compared may have got another name.
-    read = {mask: behind(backward[mask].all_input_nodes[0], (aten.detach, aten.alias)) for mask in relus}
+    read = {mask: behind(backward[mask].all_input_nodes[0], NAMES) for mask in relus}
     return next((mask for mask in relus if read[mask] is value.placeholder), "")
 
 

@@ -13,17 +13,16 @@ from torch import fx
 
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.edit import add_call
+from gact_fx.graphs.operator_table import CASTS, REORDERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 # What a derivative does not read its argument for.
-_LINEAR = frozenset(
-    {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.masked_fill, aten.view, aten.reshape,
-     aten.permute, aten.transpose, aten.unsqueeze, aten.squeeze, aten.expand, aten.clone, aten._to_copy,
-     torch.ops.prims.convert_element_type}
-)  # fmt: skip
+_LINEAR = REORDERS | CASTS | {
+    aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.masked_fill, aten.expand,
+}  # fmt: skip
 _CURVED = frozenset(
     {aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.sin, aten.cos, aten.erf, aten.atan, aten.pow}
 )

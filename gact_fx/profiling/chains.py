@@ -11,13 +11,12 @@ from torch import fx
 from gact_fx.graphs.edit import ancestors, numel
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.linearity import is_pointwise
+from gact_fx.graphs.operator_table import RESHAPES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 
 aten = torch.ops.aten
 Values = dict[fx.Node, torch.Tensor]
-# They leave elements in their order.
-_IN_ORDER = (aten.view, aten.reshape, aten._unsafe_view, aten.alias, aten.detach, aten.squeeze, aten.unsqueeze)
 
 
 def between(start: fx.Node, nodes: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
@@ -32,7 +31,7 @@ def is_elementwise(start: fx.Node, nodes: Collection[fx.Node], ends: Sequence[fx
     inside = {start, *chain}
     return all(
         numel(node) == size
-        and (packet_of(node) in _IN_ORDER or is_pointwise(node))
+        and (packet_of(node) in RESHAPES or is_pointwise(node))
         and all(numel(i) == size for i in node.all_input_nodes if i in inside)
         for node in chain
     )
@@ -80,7 +79,7 @@ class Chain:
         for node in self._nodes:
             if node in given:
                 continue
-            if packet_of(node) in _IN_ORDER:
+            if packet_of(node) in RESHAPES:
                 env[node] = env[node.all_input_nodes[0]]
                 continue
             shape = tuple(map(hint, node.meta["val"].shape))

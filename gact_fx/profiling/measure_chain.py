@@ -19,9 +19,9 @@ from torch import fx
 
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.graphs.linearity import is_pointwise
+from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
-from gact_fx.passes.find_bends import MOVES
 from gact_fx.profiling.chains import Chain
 from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import gact_fx
 from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.passes.find_substitutes import _NONLINEAR
+from gact_fx.graphs.operator_table import NONLINEAR
 from gact_fx.plan import TensorPlan
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
@@ -214,7 +214,7 @@ def test_no_fused_attention_is_linear_in_its_mask() -> None:
         if not is_backward and f"aten::{name}_backward" not in found:
             continue
         arguments = getattr(aten, name).default._schema.arguments
-        positions = {*_NONLINEAR.get(getattr(aten, name), ())}
+        positions = {*NONLINEAR.get(getattr(aten, name), ())}
         nonlinear = {argument.name for i, argument in enumerate(arguments) if {i, argument.name} & positions}
         masks = {argument.name for argument in arguments} & {"attn_mask", "attn_bias"}
         assert nonlinear == masks | ({"query", "key"} if is_backward else set()), name
