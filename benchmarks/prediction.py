@@ -1,17 +1,21 @@
 """Predicted against measured error of the gradient, for plans of 8, 4 and 2 bits: does ``plan.variance`` hold?
 
-    python benchmarks/prediction.py [--draws 4] [--inner eager] [--sets networks bent zoo] [NETWORK ...]
+    python benchmarks/prediction.py [--draws 4] [--inner eager] [--sets networks bent zoo] [--sound] [NETWORK ...]
 
 Measured by ``gact_fx.measure_gradient_error`` on the sample batch, dropout on: variance and squared bias together, over
 draws of the noise. The ratio is measured over predicted: 1 is right, and beyond 2 either way a plan was trusted that
 should not have been. What an eager region adds is measured, but not predicted.
+
+With ``--sound`` a fourth figure: the measured deviation over that of the best plan of the same bytes in which nothing
+is stored but what backward is linear in (coefficients, where backward bends in a tensor).
 """
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import bent_networks
 import networks
@@ -21,6 +25,8 @@ from zoo_networks import NAMES as ARCHITECTURES
 from zoo_networks import build as build_architecture
 
 import gact_fx
+from gact_fx.planning.allocate_bits import Menu
+from gact_fx.planning.list_choices import Item, list_choices
 
 BITS = (8, 4, 2)
 NETWORKS = ("bert", "gpt2", "llama", "swin", "resnet50")
@@ -39,11 +45,35 @@ class Result:
     predicted: float
     variance: float
     squared_bias: float
+    of_sound: float = math.nan
+
+    @property
+    def error(self) -> float:
+        """Deviation and bias together."""
+        return math.sqrt(self.variance + self.squared_bias)
 
     @property
     def ratio(self) -> float:
         """Measured over predicted."""
         return (self.variance + self.squared_bias) / self.predicted if self.predicted > 0 else math.nan
+
+
+def sound_choices(items: Sequence[Item], **options: Any) -> list[Menu]:
+    """What `list_choices` gives, less codes of values in which backward bends."""
+    menus = list_choices(items, **options)
+    sound = [
+        [c for c in menu if not item.how.bends or c.code is None or c.stored == "coefficients"]
+        for item, menu in zip(items, menus, strict=True)
+    ]
+    return [found or menu for found, menu in zip(sound, menus, strict=True)]
+
+
+def measure_beside_sound(build: Build, name: str, bits: int, draws: int, inner: str) -> Result:
+    """`measure`, and its error over that of the best sound plan of the same bytes."""
+    found = measure(build, name, bits, draws, inner)
+    with patch("gact_fx.planning.budget.list_choices", sound_choices):
+        sound = measure(build, name, bits, draws, inner)
+    return replace(found, of_sound=found.error / sound.error if sound.error > 0 else math.nan)
 
 
 def measure(build: Build, name: str, bits: int, draws: int, inner: str) -> Result:
@@ -63,25 +93,27 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--sets", nargs="+", choices=sorted(SETS), default=["networks", "bent"])
+    parser.add_argument("--sound", action="store_true", help="compare with the best sound plan of the same bytes")
     options = parser.parse_args()
+    one = measure_beside_sound if options.sound else measure
     print(f"deviation of the gradient as a share of its norm: predicted, measured, squared ratio; {describe()}")
     print(f"{'network':30} " + " ".join(f"{f'{bits} bits':>26}" for bits in BITS))
     results: dict[str, dict[int, dict[str, float]]] = {}
     outside = count = 0
     for names, build in (SETS[each] for each in options.sets):
         for name in (n for n in names if not options.networks or n in options.networks):
-            found = {bits: measure(build, name, bits, options.draws, options.inner) for bits in BITS}
+            found = {bits: one(build, name, bits, options.draws, options.inner) for bits in BITS}
             results[name] = {bits: {**asdict(result), "ratio": result.ratio} for bits, result in found.items()}
             count += len(found)
             outside += sum(not 0.5 <= result.ratio <= 2 for result in found.values())
             print(f"{name:30} " + " ".join(map(_cell, found.values())), flush=True)
-            save("prediction", results)
+            save(f"prediction-{'-'.join(options.sets)}-{options.inner}", results)
     print(f"{count - outside} of {count} within a factor of 2")
 
 
 def _cell(result: Result) -> str:
-    measured = math.sqrt(result.variance + result.squared_bias)
-    return f"{math.sqrt(result.predicted):8.2%} {measured:8.2%} {result.ratio:8.2f}"
+    of_sound = "" if math.isnan(result.of_sound) else f" {result.of_sound:6.2f}"
+    return f"{math.sqrt(result.predicted):8.2%} {result.error:8.2%} {result.ratio:8.2f}{of_sound}"
 
 
 if __name__ == "__main__":
