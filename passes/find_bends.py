@@ -5,7 +5,6 @@ coefficient is affine in a tensor, an error of the tensor moves the gradient in 
 of any size, or not finite, and is measured at the coefficients themselves (`gact_fx.profiling.coefficient_meter`).
 """
 
-import math
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.edit import numel
-from gact_fx.graphs.linearity import are_near, are_numbers, is_affine, is_pointwise, numbers, tried_on
+from gact_fx.graphs.linearity import are_near, are_numbers, is_affine, is_pointwise, numbers, spread, tried_on
 from gact_fx.graphs.operator_table import MOVES, PRODUCTS
 from gact_fx.graphs.operators import packet_of
 
@@ -59,33 +58,31 @@ def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[objec
 def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
     """Whether what backward makes of ``start`` in ``chain`` is defined for all numbers, and smooth at 8 bits.
 
-    Numbers tell, of what works element by element: those of every magnitude give numbers, and a step between codes of
-    those of order one moves nothing by more than a tenth. In float64: codes reach half a step beyond stored values, and
-    what overflows there nearly does so in the model itself.
+    Numbers tell, of what works element by element: every operator of the chain is tried between the least and the
+    largest of the numbers that reach it. From all magnitudes it makes numbers; of numbers of order one, a step of 8
+    bits moves nothing by more than a quarter.
     """
-    ends = [node for node in chain if any(user not in chain for user in node.users)]
-    anywhere = _tried_along(chain, start, numbers(), math.inf)
-    here, beside = (_tried_along(chain, start, numbers(_ORDER, moved), _ORDER) for moved in (0.0, 2 * _ORDER / 255))
-    if anywhere is None or here is None or beside is None:
-        return False
-    return all(are_numbers(anywhere[end]) and are_near(here[end], beside[end], 0.1) for end in ends)
-
-
-def _tried_along(
-    chain: Collection[fx.Node], start: fx.Node, given: torch.Tensor, largest: float
-) -> dict[fx.Node, torch.Tensor] | None:
-    """What every node of ``chain`` makes of what is ``given`` for ``start``; None where one is not pointwise."""
-    found = {start: given}
+    anywhere, usual = {start: numbers()}, {start: numbers(_ORDER)}
     for node in sorted(chain):
-        inputs = [i for i in node.all_input_nodes if i in found]
+        inputs = [i for i in node.all_input_nodes if i in usual]
         if node is start or not inputs:
             continue
-        is_move = packet_of(node) in MOVES or packet_of(node) is None
-        tried = found[inputs[0]] if is_move else tried_on(node, found, largest) if is_pointwise(node) else None
-        if tried is None:
-            return None
-        found[node] = tried
-    return found
+        if packet_of(node) in MOVES or packet_of(node) is None:
+            anywhere[node], usual[node] = anywhere[inputs[0]], usual[inputs[0]]
+            continue
+        if not is_pointwise(node):
+            return False
+        between = {i: spread(usual[i]) for i in inputs}
+        beside = {i: spread(usual[i], moved=1 / 255) for i in inputs}
+        poles = tried_on(node, {i: spread(anywhere[i]) for i in inputs})
+        here, there = tried_on(node, between, _ORDER), tried_on(node, beside, _ORDER)
+        wide, found = tried_on(node, anywhere), tried_on(node, usual, _ORDER)
+        if poles is None or here is None or there is None or wide is None or found is None:
+            return False
+        if not are_numbers(poles) or not are_near(here, there, 0.25):
+            return False
+        anywhere[node], usual[node] = wide, found
+    return True
 
 
 def straight_bases(

@@ -56,12 +56,29 @@ def is_affine(node: fx.Node, inputs: Collection[fx.Node]) -> bool:
     return _combines(node, inputs, (-1.5, 2.5))
 
 
-def numbers(largest: float = math.inf, moved: float = 0.0) -> torch.Tensor:
-    """Numbers of every magnitude that is usual up to ``largest``, of both signs, and 0, all ``moved`` by so much."""
+def numbers(largest: float = math.inf) -> torch.Tensor:
+    """Numbers of every magnitude that is usual up to ``largest``, of both signs, and 0, to try operators on.
+
+    In float64: what overflows there nearly does so in the model itself.
+    """
     with _disable_current_modes():
         found: torch.Tensor = _numbers(_Slot(0, torch.float64, True, None), torch.Generator().manual_seed(0))
         found[0, 0, 0] = 0
-        return found.clamp(-largest, largest) + moved
+        return found.clamp(-largest, largest)
+
+
+def spread(values: torch.Tensor, moved: float = 0.0) -> torch.Tensor:
+    """As many numbers between the least and the largest, 0 among them where it lies there, ``moved`` by that share of
+    the range. Decisions stay as they are.
+    """
+    if not values.is_floating_point():
+        return values
+    with _disable_current_modes():
+        low, high = float(values.min()), float(values.max())
+        found = torch.linspace(low, high, values.numel(), dtype=values.dtype)
+        if low <= 0 <= high:
+            found[found.abs().argmin()] = 0
+        return found.view(values.shape) + moved * (high - low)
 
 
 def are_numbers(value: torch.Tensor) -> bool:

@@ -136,6 +136,14 @@ def test_poles_are_found_out_by_numbers() -> None:
     assert not is_tame({sigmoid.all_input_nodes[0], sigmoid}, sigmoid.all_input_nodes[0])
 
 
+def test_a_pole_that_something_shifts() -> None:
+    quotient, (x,) = node(aten.add.Tensor, "x", "y")
+    quotient = quotient.graph.call_function(aten.reciprocal.default, (quotient,))
+    quotient.meta["val"] = x.meta["val"]
+    quotient.graph.output(quotient)
+    assert not is_tame(set(quotient.graph.nodes) - set(quotient.users), x)
+
+
 def test_which_derivatives_work_element_by_element() -> None:
     def is_local(target: Any, x: list[int], *args: object) -> bool:
         call, (given,) = node(target, "y", "x", *args)
