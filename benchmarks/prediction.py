@@ -96,8 +96,9 @@ def main() -> None:
     parser.add_argument("--sound", action="store_true", help="compare with the best sound plan of the same bytes")
     options = parser.parse_args()
     one = measure_beside_sound if options.sound else measure
-    print(f"deviation of the gradient as a share of its norm: predicted, measured, squared ratio; {describe()}")
-    print(f"{'network':30} " + " ".join(f"{f'{bits} bits':>26}" for bits in BITS))
+    of_sound = ", measured over the best sound plan's" if options.sound else ""
+    print(f"deviation as a share of the gradient's norm: predicted, measured, squared ratio{of_sound}; {describe()}")
+    print(f"{'network':30} " + " ".join(f"{f'{bits} bits':>{33 if options.sound else 26}}" for bits in BITS))
     results: dict[str, dict[int, dict[str, float]]] = {}
     outside = count = 0
     for names, build in (SETS[each] for each in options.sets):

@@ -16,18 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.operator_table import POLES
 from gact_fx.graphs.operators import OpOverload, packet_of
 from gact_fx.passes.encodings import Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
 
-aten = torch.ops.aten
 # Width at which the bytes of a cut are compared with the budget.
 USUAL_BITS = 4
-_POLES = frozenset(
-    {aten.exp, aten.exp2, aten.expm1, aten.log, aten.reciprocal, aten.rsqrt, aten._softmax, aten._log_softmax}
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
 def _exponentiates(start: fx.Node, end: fx.Node) -> bool:
     """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
     between = ancestors([end], lambda node: node is start) - {start}
-    return any(packet_of(node) in _POLES for node in between)
+    return any(packet_of(node) in POLES for node in between)
 
 
 def _flops(node: fx.Node) -> int:

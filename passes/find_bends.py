@@ -16,7 +16,6 @@ from gact_fx.graphs.linearity import are_near, are_numbers, is_affine, is_pointw
 from gact_fx.graphs.operator_table import MOVES, PRODUCTS
 from gact_fx.graphs.operators import packet_of
 
-aten = torch.ops.aten
 # Numbers of order one: as activations mostly are.
 _ORDER = 4.0
 

@@ -12,8 +12,6 @@ from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.find_masks import draws
 from gact_fx.records import SavedTensor
 
-aten = torch.ops.aten
-
 _OWNERS = {
     "parameter": "a parameter or buffer, held anyway",
     "caller": "an input that the caller holds",

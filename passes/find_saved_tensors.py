@@ -14,8 +14,6 @@ from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
 from gact_fx.records import Boundary, SavedTensor
 
-aten = torch.ops.aten
-
 
 def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, ...]:
     """One for every saved value, in the order of forward's outputs.

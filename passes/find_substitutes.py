@@ -25,8 +25,6 @@ from gact_fx.passes.find_masks import derivable_nodes, is_known
 from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.passes.recompute_attention import recomputes
 
-aten = torch.ops.aten
-
 _QUERY_AND_KEY = (1, 2)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.edit import add_call
-from gact_fx.graphs.operator_table import CASTS, REORDERS
+from gact_fx.graphs.operator_table import CASTS, CURVED, REORDERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.pipeline import Context
@@ -23,9 +23,6 @@ aten = torch.ops.aten
 _LINEAR = REORDERS | CASTS | {
     aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.where, aten.masked_fill, aten.expand,
 }  # fmt: skip
-_CURVED = frozenset(
-    {aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.sin, aten.cos, aten.erf, aten.atan, aten.pow}
-)
 
 
 def share_softmax(joint: JointGraph, context: Context) -> None:
@@ -77,7 +74,7 @@ def _is_bent(scores: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         packet = packet_of(node)
-        if packet in _CURVED:
+        if packet in CURVED:
             return True
         if node in seen or packet not in _LINEAR:
             continue

@@ -177,7 +177,7 @@ def _tried(target: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], factors:
         zero, once = call(torch.zeros_like), call(lambda x: x)
         if zero is None or once is None:
             return False
-        scaled = ((scale, call(lambda x, by=scale: by * x)) for scale in _SCALES)  # type: ignore[misc]
+        scaled = ((scale, call(functools.partial(torch.mul, other=scale))) for scale in _SCALES)
         if not all(many is not None and _is_scaled(many, zero, once, scale, precision) for scale, many in scaled):
             return False
         if not all(x.is_floating_point() for x in left.values()):

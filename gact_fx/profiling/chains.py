@@ -15,7 +15,6 @@ from gact_fx.graphs.operator_table import RESHAPES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 
-aten = torch.ops.aten
 Values = dict[fx.Node, torch.Tensor]
 
 

@@ -88,7 +88,7 @@ class Huber(nn.Module):
         return (difference.tanh() * torch.linspace(-1, 1, 32)).sum() + last(difference).tanh().sum()
 
 
-def test_a_decision_that_leads_to_another_alone_is_not_stored() -> None:
+def test_values_are_not_folded_by_a_decision_that_leads_to_another_alone() -> None:
     model, reference, x = Huber(), Huber(), torch.randn(64, 32)
     reference.load_state_dict(model.state_dict())
     gact_fx.compile(model, budget_bits=8, inner="eager", sample_batches=[x])
