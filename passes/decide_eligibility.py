@@ -17,7 +17,7 @@ from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, straight_bases
-from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, values_read
+from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, nodes_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
@@ -66,14 +66,19 @@ class _Decisions:
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
-        self._masks, self._substitutes = self._settle(pair, saved, config)
-        self._mask_numel = _mask_numel(self._masks, self._nodes)
+        masks, self._substitutes = self._settle(pair, saved, config)
         self._derivable = derivable_nodes(pair)
-        self.aliases = _aliases(saved, self._reasons, self._masks)
+        self.aliases = _aliases(saved, self._reasons, masks)
         # What shares its memory with another saved tensor is stored as it is.
         shared = {*self.aliases, *self.aliases.values()}
-        self._instead = {name: end for name, end in self._substitutes.instead.items() if name not in shared}
-        self.read = values_read(pair, frozenset({*self._masks.hosts, *self._instead.values()}))
+        instead = {name: end for name, end in self._substitutes.instead.items() if name not in shared}
+        # What leads to nothing but what is stored itself is not stored.
+        read = nodes_read(pair, frozenset({*masks.hosts, *instead.values()}))
+        self.read = frozenset(node.name for node in read if node.op == "placeholder")
+        self._instead = {name: end for name, end in instead.items() if self._nodes[end] in read}
+        hosts = {mask: host for mask, host in masks.hosts.items() if self._nodes[mask] in read}
+        self._masks = replace(masks, hosts=hosts, sole=masks.sole & hosts.keys())
+        self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._sole = self._find_sole({t.name for t in saved if t.owner not in ("nobody", "output")})
         # Inputs and results lie in memory as they were traced.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
@@ -116,8 +121,9 @@ class _Decisions:
         name, host = tensor.name, self.aliases.get(tensor.name)
         own = tuple(mask for mask, of in self._masks.hosts.items() if of == name)
         instead = self._instead.get(name, "")
-        is_needed = bool(own) or name in self.read or (instead and instead not in self._taken)
-        if tensor.owner in ("nobody", "output") and not is_needed:
+        # What is stored in its place may lie in another's already.
+        is_read = name in self.read or (instead and instead not in self._taken)
+        if tensor.owner in ("nobody", "output") and not (own or is_read):
             return Drop(name, "backward does not read it")
         if name in self._ranges:
             found = self._ranges[name]
@@ -132,7 +138,7 @@ class _Decisions:
         if tensor.dtype is torch.bool:
             return Mask(name, "boolean, stored exactly", order)
         mask_numel = self._mask_numel.get(name, 0)
-        if name not in self._masks.values:
+        if not is_read:
             return Mask(name, "backward only compares it", order, own, mask_numel)
         min_bits = CURVED_BITS if name in self._substitutes.curved else 1
         options: dict[str, Any] = {
@@ -171,8 +177,27 @@ class _Decisions:
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._sole
-        stored_instead = Coefficients(names, dtype, total, read, mask_numel, retakes)
-        return {"bends": True, "is_tame": is_tame(chain, stored), "coefficients": stored_instead}
+        tame = is_tame(chain, stored)
+        return {
+            "bends": True,
+            "is_tame": tame,
+            "values_allowed": tame or not self._has_poles_with_others(stored, chain),
+            "coefficients": Coefficients(names, dtype, total, read, mask_numel, retakes),
+        }
+
+    def _has_poles_with_others(self, stored: fx.Node, chain: AbstractSet[fx.Node]) -> bool:
+        """Whether the ``chain`` of a tensor with poles joins that of another such tensor that is rounded.
+
+        What either does alone is measured, but ``(a + b) ** 0.5`` may be defined for all that is made of ``a``, and of
+        ``b``, and not for both together.
+        """
+        given = {*self._masks.hosts, *self._instead.values()}
+        rounded = (self._instead.get(name, name) for name in self._masks.values if not self._reasons.get(name))
+        others = ((self._nodes[name], dependents_within(self._nodes[name], self._derivable, given)) for name in rounded)
+        return any(
+            other is not stored and not chain.isdisjoint(found) and bends(found, other) and not is_tame(found, other)
+            for other, found in others
+        )
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""
@@ -197,9 +222,9 @@ def _unmeasured(unknown: Mapping[str, str], config: Config, aliases: Mapping[str
 
 
 def _is_stuck(how: Quantize) -> bool:
-    """Whether every code may lead to a pole, and nothing sound can take its place."""
-    has_poles = how.bends and not how.is_tame
-    return has_poles and not how.exact_allowed and "coefficients" not in how.other_ways()
+    """Whether every code may lead to a pole, and nothing sound can take its place that could be measured."""
+    is_sound = how.values_allowed and "coefficients" in how.other_ways()
+    return how.bends and not how.is_tame and not how.exact_allowed and not is_sound
 
 
 def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], read: frozenset[str]) -> list[Encoding]:

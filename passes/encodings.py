@@ -148,7 +148,8 @@ class Quantize(Encoding):
     stored in its place, and ``dtype`` is that node's. ``min_bits`` is the least width at which the error stays in
     proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may
     do anything), and in the ``coefficients``, which may be stored instead, it is. ``exact_allowed``: the plan may keep
-    it exact, since its masks then follow from it alone.
+    it exact, since its masks then follow from it alone. ``values_allowed``: the plan may store codes of its values, for
+    no pole lies where those of another tensor lead together with them.
     """
 
     order: tuple[int, ...]
@@ -163,6 +164,7 @@ class Quantize(Encoding):
     is_tame: bool = False
     unknown: str = ""
     exact_allowed: bool = True
+    values_allowed: bool = True
     coefficients: Coefficients | None = None
     label = "quantize"
 
@@ -181,7 +183,9 @@ class Quantize(Encoding):
         """What a plan may store beside "values" (`TensorPlan`)."""
         if self.coefficients is None:
             return ()
-        offered = {"bare": self.coefficients.retakes, "coefficients": bool(self.coefficients.nodes)}
+        # What decisions do that are taken again is measured where the tensor is exact.
+        is_measured = self.coefficients.retakes and self.exact_allowed and self.values_allowed
+        offered = {"bare": is_measured, "coefficients": bool(self.coefficients.nodes)}
         return tuple(way for way, is_offered in offered.items() if is_offered)
 
     def bare(self) -> "Quantize":
@@ -195,7 +199,8 @@ class Quantize(Encoding):
         """Whether a decision made for another graph can be kept to for ``tensor``."""
         if entry.code is None:
             return self.exact_allowed
-        if (entry.merged and not self.merges) or entry.stored not in ("values", *self.other_ways()):
+        values = ("values",) if self.values_allowed else ()
+        if (entry.merged and not self.merges) or entry.stored not in (*values, *self.other_ways()):
             return False
         return entry.code.bits >= self.min_bits and (entry.code.bits != BFLOAT16_BITS or self.takes_bfloat16(tensor))
 

@@ -158,6 +158,10 @@ def draws(node: fx.Node) -> bool:
 
 def values_read(pair: GraphPair, masks: frozenset[str]) -> frozenset[str]:
     """Placeholders that backward's outputs need when the nodes in ``masks`` are given."""
+    return frozenset(node.name for node in nodes_read(pair, masks) if node.op == "placeholder")
+
+
+def nodes_read(pair: GraphPair, given: frozenset[str]) -> set[fx.Node]:
+    """The nodes that backward's outputs need, none of them behind the nodes in ``given``."""
     outputs = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
-    read = ancestors(outputs, lambda node: node.name in masks)
-    return frozenset(node.name for node in read if node.op == "placeholder")
+    return ancestors(outputs, lambda node: node.name in given)

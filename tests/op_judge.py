@@ -5,6 +5,7 @@
 
 import argparse
 import collections
+import contextlib
 import copy
 import logging
 import math
@@ -141,14 +142,16 @@ def judge_module(
     torch._dynamo.reset()
     gact_fx.compile(model, budget_bits=bits, inner=inner, **options)
     try:
-        _gradient(model, varied, seed)
-        gradient = _gradient(model, varied, seed)
+        with _warnings() as texts:
+            _gradient(model, varied, seed)
+            gradient = _gradient(model, varied, seed)
     except torch._dynamo.exc.TorchDynamoException as failed:
         return Verdict("error", detail=str(failed)[:300])
     report = gact_fx.inspect(model)
     plan = report.plan
     if plan is None:
-        return Verdict("untraced", detail="no plan")
+        failure = next((text for text in texts if "failed with" in text or "NaN or infinity" in text), "")
+        return Verdict("error", detail=failure[:300]) if failure else Verdict("untraced", detail="no plan")
     rows = [row for row in report.rows if "float" in row.dtype]
     total = sum(row.bytes_before for row in rows)
     compressed = sum(row.bytes_before for row in rows if row.bits is not None or row.encoding == "drop")
@@ -162,6 +165,20 @@ def judge_module(
         found = gact_fx.measure_gradient_error(model, [tuple(varied)], lambda m, b: m(*b), draws=DRAWS)
         error = math.sqrt(found.total.variance + found.total.bias_estimate**2) / norm
     return Verdict("right" if error <= limit else "wrong", error, predicted, "", total, compressed)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What gact_fx says meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gact_fx")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def _gradient(model: nn.Module, inputs: Sequence[torch.Tensor], seed: int | None = None) -> torch.Tensor:
@@ -211,7 +228,8 @@ def main() -> None:
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("gact_fx").propagate = False
     count: collections.Counter[str] = collections.Counter()
     nbytes = compressed = 0
     for index, (name, operator, leaves, spec) in enumerate(_all_cases()):

@@ -9,6 +9,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
+from gact_fx.training.learner import MAX_NOT_FINITE
 from gact_fx.training.minibatch_variance import Spread
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
@@ -58,6 +59,21 @@ def test_overflow_while_profiling_during_training(caplog: pytest.LogCaptureFixtu
     assert found[:2] == ["no plan"] * 2 and found[2:5] == [None] * 3 and isinstance(found[-1], float)
     assert all(entry.sensitivity for graph in plan_of(model).graphs for entry in graph.tensors)
     assert "NaN or infinity" in caplog.text
+
+
+def test_training_goes_on_uncompressed_where_no_step_is_finite(caplog: pytest.LogCaptureFixture) -> None:
+    """Codes may be why, and would be so for ever."""
+    model = gact_fx.compile(Net(), inner="eager", min_elements=64)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        for _ in range(MAX_NOT_FINITE - 1):
+            (model(X) * float("inf")).backward()
+        assert "uncompressed" not in caplog.text
+        (model(X) * float("inf")).backward()
+    assert "20 steps in a row had NaN or infinity in their gradients; training goes on uncompressed" in caplog.text
+    model.zero_grad()
+    model(X).backward()
+    assert gact_fx.inspect(model).plan is None
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_overflow_inside_backward_is_no_sample() -> None:

@@ -126,6 +126,7 @@ _NORMALISATIONS: dict[str, Callable[..., Any]] = {
 _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     # Inductor lays tensors out as it likes, and copies where a view asks for another layout.
     "aten.view.default": torch.reshape,
+    "aten._unsafe_view.default": torch.reshape,
     "prims.inductor_random.default": _random,
     "prims.inductor_randint.default": _randint,
 }

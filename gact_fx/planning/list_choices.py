@@ -50,7 +50,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     choices = _other_ways(item, sensitivity, codes)
     # Beside more exact bits than that, codes of values are of little use.
     is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
-    for code in codes if not is_crowded else ():
+    for code in codes if how.values_allowed and not is_crowded else ():
         # Where backward bends, nothing but a measurement tells what rounding does.
         if code.bits < how.min_bits or (how.bends and measured is None):
             continue

@@ -50,7 +50,7 @@ class Chain:
         self.start, self.ends = start, ends
         self._nodes = between(start, nodes, ends)
         self._outside = outside
-        self._interpreter = interpreter
+        self.interpreter = interpreter
         self._dies: dict[fx.Node, list[fx.Node]] = {}
         inside = set(self._nodes)
         for node in [start, *self._nodes]:
@@ -64,7 +64,7 @@ class Chain:
             if node in given:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda i: env[i] if i in env else self._outside[i])
-            env[node] = self._interpreter.call_function(node.target, args, kwargs)
+            env[node] = self.interpreter.call_function(node.target, args, kwargs)
             for dead in self._dies.get(node, ()):
                 if dead not in given:
                     env.pop(dead, None)
@@ -84,7 +84,7 @@ class Chain:
             shape = tuple(map(hint, node.meta["val"].shape))
             outside = {i: _picked(self._outside[i], shape, positions) for i in node.all_input_nodes if i not in env}
             args, kwargs = fx.map_arg((node.args, node.kwargs), {**env, **outside}.__getitem__)
-            env[node] = self._interpreter.call_function(node.target, args, kwargs)
+            env[node] = self.interpreter.call_function(node.target, args, kwargs)
         return {node: env[node] for node in self.ends}
 
 

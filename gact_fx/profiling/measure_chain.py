@@ -133,9 +133,7 @@ def measure_whole(
         for bits in widths:
             low, high, chances = neighbours(values, bits)
             first = _first_order(own_weights, values, (low, high), chances)
-            carried = {
-                shape: [_carried(c, chain.start, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()
-            }
+            carried = {shape: [_carried(c, chain, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()}
             sides = low, high
             if any(share is None for shares in carried.values() for share in shares):
                 # Elements mix in some coefficient: two draws stand for all, each of even chance.
@@ -211,19 +209,18 @@ def _rows(values: Mapping[fx.Node, torch.Tensor], nodes: Sequence[fx.Node]) -> t
     return torch.stack([values[node].reshape(-1).float() for node in nodes])
 
 
-def _carried(x: torch.Tensor, reading: fx.Node, node: fx.Node, chain: set[fx.Node]) -> torch.Tensor | None:
-    """A number for every element of ``reading`` where these elements lie in ``node``; None where they mix."""
-    found: dict[fx.Node, Any] = {reading: x}
-    for each in sorted(chain):
+def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) -> torch.Tensor | None:
+    """A number for every element that ``chain`` starts from where it lies in ``node``; None where elements mix."""
+    found: dict[fx.Node, Any] = {chain.start: x}
+    for each in sorted(nodes):
         inputs = [i for i in each.all_input_nodes if i in found]
-        if each is reading or not inputs:
+        if each is chain.start or not inputs:
             continue
         if is_pointwise(each) and found[inputs[0]].shape == torch.Size(map(hint, each.meta["val"].shape)):
             found[each] = found[inputs[0]]
         elif (packet_of(each) in MOVES or each.target is getitem) and len(each.all_input_nodes) == 1:
             args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)
-            target: Any = each.target
-            found[each] = target(*args, **kwargs)
+            found[each] = chain.interpreter.call_function(each.target, args, kwargs)
     return found.get(node)
 
 

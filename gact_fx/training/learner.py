@@ -15,6 +15,8 @@ log = logging.getLogger("gact_fx")
 MAX_STEPS_WAITED = 8
 # Steps that may fail to be profiled before the first plan is given up.
 MAX_FAILURES = 3
+# Steps in a row whose gradients may be no numbers before that; to find its scale, a GradScaler takes about ten.
+MAX_NOT_FINITE = 20
 
 
 class Learner:
@@ -25,14 +27,16 @@ class Learner:
         self._last_gradients: LeafGradients = {}
         self._steps_waited = 0
         self._failures = 0
+        self._not_finite = 0
 
     def learn_from(self, steps: Sequence[Step], gradients: LeafGradients) -> None:
         """Profile a step of training; without ``steps``, it ran the plan, right before a step to profile."""
         last, self._last_gradients = self._last_gradients, {}
         if not are_finite(gradients.values()):
             if steps:
-                log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+                self._report_not_finite()
             return
+        self._not_finite = 0
         variance = self._variance(last, gradients) if steps else None
         if not steps or (variance is None and self._waits()):
             self._last_gradients = gradients
@@ -71,6 +75,18 @@ class Learner:
         )  # fmt: skip
         self._session.config = replace(self._session.config, max_gradient_noise=None)
         return False
+
+    def _report_not_finite(self) -> None:
+        """Say that a step says nothing; if none ever does, codes may be why, and training goes on without."""
+        self._not_finite += 1
+        if self._session.plan is None and self._not_finite >= MAX_NOT_FINITE:
+            log.warning(
+                "%d steps in a row had NaN or infinity in their gradients; training goes on uncompressed. If its "
+                "gradients are finite then, please report this", self._not_finite,
+            )  # fmt: skip
+            self._session.lifecycle.failed()
+        else:
+            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
 
     def _report_failure(self, error: BaseException) -> None:
         """Say that a step of training could not be profiled, and how training goes on."""
