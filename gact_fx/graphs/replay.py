@@ -29,10 +29,13 @@ class Replay:
         self._call = call or (lambda node, args, kwargs: getattr(interpreter, node.op)(node.target, args, kwargs))
         placeholders = module.graph.find_nodes(op="placeholder")
         self.inputs = {node.name: value for node, value in zip(placeholders, arguments, strict=True)}
-        self._dies: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._nodes:
-            last = max(node.users) if node.users else node
-            self._dies.setdefault(last, []).append(node)
+        self._dies = _last_uses(self._nodes)
+        self._dies_computed = _last_uses(self._nodes[:-1])
+        # By node, the positions among backward's outputs.
+        self._positions: dict[fx.Node, list[int]] = {}
+        for position, node in enumerate(self._nodes[-1].args[0]):
+            if isinstance(node, fx.Node):
+                self._positions.setdefault(node, []).append(position)
 
     def evaluate(self, names: Collection[str], given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """The values of the named nodes on the recorded inputs, computing only what they need."""
@@ -46,10 +49,23 @@ class Replay:
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
         """Backward's outputs."""
+        found = list(self._nodes[-1].args[0])
+        for position, value in self.outputs(given):
+            found[position] = value
+        return found
+
+    def outputs(self, given: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+        """Backward's outputs that are computed, each with its position, as soon as it is there."""
         env: dict[fx.Node, Any] = {}
         for node in self._nodes[:-1]:
-            self._step(node, env, given)
-        return list(fx.map_arg(self._nodes[-1].args[0], lambda i: self._read(i, env, given)))
+            if node.op == "placeholder" and node not in self._positions:
+                continue
+            value = self._read(node, env, given)
+            for position in self._positions.get(node, ()):
+                yield position, value
+            del value
+            for dead in self._dies_computed.get(node, ()):
+                env.pop(dead, None)
 
     def forks(self, given: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Resume]]:
         """Yield (name, resume) in the order of first use; ``resume(value)`` finishes backward with that value.
@@ -98,3 +114,14 @@ class Replay:
             return self.inputs[node.name]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._read(source, env, given))
         return self._call(node, args, kwargs)
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """By node, what no later one of ``nodes`` reads, itself included."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last.update(dict.fromkeys((node, *node.all_input_nodes), node))
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for node, at in last.items():
+        dies.setdefault(at, []).append(node)
+    return dies

@@ -131,15 +131,20 @@ class Adjoint:
                 if self._sources[node] and has_derivative(value):
                     values[node] = begin(value)
                     inputs[node] = get_gradient_edge(values[node])
+            edges: dict[fx.Node, GradientEdge] = {}
+            returned: dict[fx.Node, torch.Tensor] = {}
+
+            def drop(node: fx.Node, value: Any) -> None:
+                # Autograd holds those values that it needs; edges of its graph hold none.
+                if node in ends and isinstance(value, torch.Tensor) and value.requires_grad:
+                    edges[node] = get_gradient_edge(value)
+                if node in ends and node in self._positions:
+                    # What `_arrived` asks of a gradient takes no memory.
+                    returned[node] = value.detach().new_empty(()).expand(value.shape)
+
             with compressed_saved_tensors():
-                self._run(segment, values, ends, doubtful, taken)
-        # Autograd holds those values that it needs; edges of its graph hold none.
-        returned = {node: values[node] for node in ends if node in self._positions}
-        outputs = {
-            node: get_gradient_edge(values[node])
-            for node in ends
-            if isinstance(values[node], torch.Tensor) and values[node].requires_grad
-        }
+                self._run(segment, values, {}, doubtful, taken, drop)
+        outputs = {node: edges[node] for node in ends if node in edges}
         values.clear()
         before = {node: list(self._coefficient_slopes.get(node, [])) for node in taken}
         taken.clear()
@@ -222,8 +227,9 @@ class Adjoint:
         wanted: Collection[fx.Node],
         doubtful: bool = False,
         taken: dict[fx.Node, torch.Tensor] | None = None,
+        drop: Callable[[fx.Node, Any], None] = lambda node, value: None,
     ) -> None:
-        """Compute ``nodes`` into ``values``, dropping after its last use whatever is not ``wanted``.
+        """Compute ``nodes`` into ``values``, and ``drop`` after its last use whatever is not ``wanted``.
 
         ``taken`` gets the coefficients as what depends on tangents reads them.
         """
@@ -247,7 +253,7 @@ class Adjoint:
                 is_measured = node not in self._tangible
                 self.opaque |= {at for at in self._sources[node] if not (is_measured and at[1] in self._bent)}
             for dead in dies[node]:
-                values.pop(dead, None)
+                drop(dead, values.pop(dead, None))
 
     def _take(self, values: Mapping[fx.Node, Any], taken: dict[fx.Node, torch.Tensor], node: fx.Node) -> Any:
         value = values[node]

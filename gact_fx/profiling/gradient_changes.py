@@ -27,8 +27,14 @@ class GradientChanges:
 
     def add(self, index: int, outputs: Sequence[Any]) -> None:
         """Changes of a step's backward outputs; None where nothing changes."""
-        changed = [(position, value) for position, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
-        for place, leaf, part in (end for change in changed for end in self._steps[index].onward(*change)):
+        for position, value in enumerate(outputs):
+            self.add_one(index, position, value)
+
+    def add_one(self, index: int, position: int, change: Any) -> None:
+        """The change of one of a step's backward outputs."""
+        if not isinstance(change, torch.Tensor):
+            return
+        for place, leaf, part in self._steps[index].onward(position, change):
             if place is not None:
                 step, tangent = place
                 _add(self.waiting.setdefault(step, {}), tangent, part)
@@ -42,12 +48,10 @@ class GradientChanges:
         return self._total + sum(map(squared_norm, self._leaves.values()))
 
 
-def difference(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-    """Of the floating-point tensors in two lists of outputs; None for the others, and for what is the same object."""
-    return [
-        a - b if isinstance(a, torch.Tensor) and a.dtype.is_floating_point and a is not b else None
-        for a, b in zip(left, right, strict=True)
-    ]
+def difference(left: Any, right: Any) -> torch.Tensor | None:
+    """Of two floating-point tensors; None for anything else, and for what is the same object."""
+    is_float = isinstance(left, torch.Tensor) and left.dtype.is_floating_point
+    return left - right if is_float and left is not right else None
 
 
 def _add(total: dict[Any, torch.Tensor], key: Any, part: torch.Tensor) -> None:

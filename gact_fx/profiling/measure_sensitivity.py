@@ -93,7 +93,7 @@ class Probe:
         return self.replay.run({**self._given, **zeros, **changes})
 
     def _change(self, name: str, resume: Resume, base: list[Any], code: Code, draw: int) -> list[Any]:
-        return difference(resume(self._codes(name, code, draw)()), base)
+        return [difference(*pair) for pair in zip(resume(self._codes(name, code, draw)()), base, strict=True)]
 
     def _recorded(self, name: str) -> Any:
         return self.replay.evaluate({name})[name]

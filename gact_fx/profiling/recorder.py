@@ -12,10 +12,11 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
 from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.profiling.gradients import sketch
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")
-# What a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
+# The sketch of what a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
 LeafGradients = Mapping[torch.Tensor, torch.Tensor]
 
 
@@ -134,10 +135,9 @@ class Recorder:
         for position, source in pair.gradients_of_inputs().items():
             gradient, leaf = result[position], inputs[source] if inputs else None
             if isinstance(gradient, torch.Tensor) and isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-                # A copy: what is returned becomes .grad, which the next step may add to in place.
-                known = self._gradients.get(leaf)
-                gradient = gradient.detach()
-                self._gradients[leaf] = gradient.clone() if known is None else known + gradient
+                # What is returned becomes .grad, which the next step may add to in place.
+                found, known = sketch(gradient), self._gradients.get(leaf)
+                self._gradients[leaf] = found if known is None else known + found
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:

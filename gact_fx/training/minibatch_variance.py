@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from gact_fx.breaks.autograd_nodes import nodes_of
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
 from gact_fx.graphs.trees import tree_leaves, tree_map
-from gact_fx.profiling.gradients import are_finite, in_double, squared_norm
+from gact_fx.profiling.gradients import are_finite, sketch, squared_norm
 from gact_fx.training.session import log
 from gact_fx.training.usage_error import first_line
 
@@ -39,7 +39,7 @@ class Moments:
 
 
 class Spread:
-    """The moments of all leaves' gradients."""
+    """The moments of all leaves' gradients, by their sketches."""
 
     def __init__(self) -> None:
         self._moments: dict[torch.Tensor, Moments] = {}
@@ -72,8 +72,9 @@ def gradients_of(loss: torch.Tensor) -> Gradients:
     return {leaf: gradient for leaf, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
-def gradients_in_double(gradients: Gradients) -> Gradients:
-    return {leaf: in_double(gradient) for leaf, gradient in gradients.items()}
+def sketches_of(loss: torch.Tensor) -> Gradients:
+    """The sketches of `gradients_of`, which keep norms and take next to no memory."""
+    return {leaf: sketch(gradient) for leaf, gradient in gradients_of(loss).items()}
 
 
 def variance_by_halves(
@@ -89,7 +90,7 @@ def variance_by_halves(
         if halves is None:
             return None
         with uncompiled as model, compressed_saved_tensors():
-            first, second = (gradients_in_double(gradients_of(loss_fn(model, half))) for half in halves)
+            first, second = (sketches_of(loss_fn(model, half)) for half in halves)
     except Exception as error:
         # A batch need not make sense in halves; then only the warning about noise is lost.
         log.info("how the gradient varies is not known: half a batch failed with %s", first_line(error))

@@ -16,8 +16,8 @@ from gact_fx.training.minibatch_variance import (
     Gradients,
     LossFunction,
     Spread,
-    gradients_in_double,
     gradients_of,
+    sketches_of,
     variance_by_halves,
 )
 from gact_fx.training.session import Session, log
@@ -101,7 +101,7 @@ def profile_batches(
 
 
 def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, index: int) -> tuple[Gradients, list[Step]]:
-    """The gradients of a batch, and the step that was recorded."""
+    """Sketches of the gradients of a batch, and the step that was recorded."""
     recorder.start()
     try:
         loss = loss_fn(model, batch)
@@ -116,7 +116,7 @@ def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, inde
         ) from error
     check_loss(loss)
     # The compiled backward passes run here all the same.
-    return gradients_in_double(gradients_of(loss)), recorder.take()
+    return sketches_of(loss), recorder.take()
 
 
 def _leave_to_eager(session: Session, recorder: Recorder) -> None:
