@@ -181,15 +181,15 @@ class Adjoint:
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
         """The derivative of v^T gradient with respect to an output."""
-        total = torch.zeros_like(value, requires_grad=False)
+        parts: list[torch.Tensor] = []
         for position in self._positions[node]:
             if position in self._leaves:
-                total += self._signs.of(self._leaves[position], probe, value)
+                parts.append(self._signs.of(self._leaves[position], probe, value))
             elif position not in self._arriving:
-                total += self._signs.like(value)
+                parts.append(self._signs.like(value))
             elif self._arriving[position]:
-                total += self._arriving[position][probe].reshape(value.shape).to(value.dtype)
-        return total
+                parts.append(self._arriving[position][probe].reshape(value.shape).to(value.dtype))
+        return sum(parts[1:], parts[0]) if parts else torch.zeros_like(value, requires_grad=False)
 
     def _fill(self, readings: Iterable[fx.Node]) -> None:
         """The meters of tensors whose derivatives are complete."""
