@@ -1,8 +1,10 @@
 """Bytes that autograd holds for backward: eager, torch.compile, and gact_fx at a budget.
 
-    python benchmarks/memory.py [--budget-bits 4 2] [NETWORK ...]
+    python benchmarks/memory.py [--budget-bits 4 2] [--amp] [NETWORK ...]
 
-The meter is ``activation_bytes.py`` (unique storages under the loss; parameters, buffers and the batch excluded).
+With ``--amp`` all three run under bfloat16 autocast. Networks are those of ``networks.py``, or else of
+``zoo_networks.py``. The meter is ``activation_bytes.py`` (unique storages under the loss; parameters, buffers and the
+batch excluded).
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from collections.abc import Iterator
 import torch
 from activation_bytes import activation_bytes
 from machine import describe, save
-from networks import Batch, build
+from networks import Batch, Network, build
+from zoo_networks import build as build_architecture
 
 import gact_fx
 
+SMALL = ("bert", "resnet50", "gpt2", "llama", "swin", "gcn", "gat")
 WIDTHS = (5, 10, 14, 10, 9, 11, 10)
 
 
@@ -24,15 +28,26 @@ def held(model: torch.nn.Module, batch: Batch, loss: torch.Tensor) -> int:
     return activation_bytes(loss, exclude=[*model.parameters(), *model.buffers(), *batch.values()])
 
 
-def measure(name: str, budgets: list[float]) -> Iterator[dict[str, float]]:
-    """Bytes of one training step of a fresh network (dropout on) in each way, budget by budget."""
+def fresh(name: str, amp: bool) -> Network:
+    """The network, its dropout on, and its loss under autocast where ``amp`` says so."""
+    model, batch, loss_fn = build(name) if name.startswith(SMALL) else build_architecture(name)
+
+    def autocast_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            return loss_fn(model, batch)
+
+    return model, batch, autocast_loss
+
+
+def measure(name: str, budgets: list[float], amp: bool) -> Iterator[dict[str, float]]:
+    """Bytes of one training step of a fresh network in each way, budget by budget."""
     torch._dynamo.reset()
-    model, batch, loss_fn = build(name)
+    model, batch, loss_fn = fresh(name, amp)
     eager = held(model, batch, loss_fn(model, batch))
     model.compile()
     inductor = held(model, batch, loss_fn(model, batch))
     for budget_bits in budgets:
-        model, batch, _ = build(name)
+        model, batch, _ = fresh(name, amp)
         gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
         compressed = held(model, batch, loss_fn(model, batch))
         predicted = gact_fx.inspect(model).bytes_after
@@ -43,19 +58,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=["bert", "resnet50", "gpt2", "llama", "swin"])
     parser.add_argument("--budget-bits", type=float, nargs="+", default=[4.0, 2.0])
+    parser.add_argument("--amp", action="store_true", help="under bfloat16 autocast")
     options = parser.parse_args()
-    print(f"bytes held for backward; {describe()}")
+    precision = "bf16" if options.amp else "fp32"
+    print(f"bytes held for backward, {precision}; {describe()}")
     columns = ("bits", "eager", "torch.compile", "gact_fx", "of eager", "of compile", "predicted")
     print(f"{'network':10} " + " ".join(f"{name:>{width}}" for name, width in zip(columns, WIDTHS, strict=True)))
     results: dict[float, dict[str, dict[str, float]]] = {bits: {} for bits in options.budget_bits}
     for name in options.networks:
-        for bits, found in zip(options.budget_bits, measure(name, options.budget_bits), strict=True):
+        for bits, found in zip(options.budget_bits, measure(name, options.budget_bits, options.amp), strict=True):
             results[bits][name] = found
             sizes = [f"{found[key] / 1e6:.2f} MB" for key in ("eager", "torch.compile", "gact_fx", "predicted")]
             ratios = [f"{found[key] / found['gact_fx']:.2f}x" for key in ("eager", "torch.compile")]
             cells = (f"{bits:g}", *sizes[:3], *ratios, sizes[3])
             print(f"{name:10} " + " ".join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True)), flush=True)
-            save(f"memory-{bits:g}bits", results[bits])
+            save(f"memory-{bits:g}bits{'-bf16' if options.amp else ''}", results[bits])
 
 
 if __name__ == "__main__":
