@@ -16,7 +16,7 @@ from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
-from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, straight_bases
+from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, poles, straight_bases
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, nodes_read
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
@@ -186,18 +186,15 @@ class _Decisions:
         }
 
     def _has_poles_with_others(self, stored: fx.Node, chain: AbstractSet[fx.Node]) -> bool:
-        """Whether the ``chain`` of a tensor with poles joins that of another such tensor that is rounded.
+        """Whether the ``chain`` of a tensor has a pole that another rounded tensor leads to as well.
 
         What either does alone is measured, but ``(a + b) ** 0.5`` may be defined for all that is made of ``a``, and of
         ``b``, and not for both together.
         """
-        given = {*self._masks.hosts, *self._instead.values()}
-        rounded = (self._instead.get(name, name) for name in self._masks.values if not self._reasons.get(name))
-        others = ((self._nodes[name], dependents_within(self._nodes[name], self._derivable, given)) for name in rounded)
-        return any(
-            other is not stored and not chain.isdisjoint(found) and bends(found, other) and not is_tame(found, other)
-            for other, found in others
-        )
+        own, given = poles(chain, stored), {*self._masks.hosts, *self._instead.values()}
+        names = (self._instead.get(n, n) for n in self._masks.values if own and not self._reasons.get(n))
+        others = (self._nodes[name] for name in names if self._nodes[name] is not stored)
+        return any(own & poles(dependents_within(other, self._derivable, given), other) for other in others)
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""

@@ -84,6 +84,25 @@ def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
     return True
 
 
+def poles(chain: Collection[fx.Node], start: fx.Node) -> set[fx.Node]:
+    """The nodes of ``chain`` that make no number of some number that ``start`` leads to, element by element."""
+    anywhere, found = {start: numbers()}, set[fx.Node]()
+    for node in sorted(chain):
+        inputs = [i for i in node.all_input_nodes if i in chain]
+        if node is start or not inputs or any(i not in anywhere for i in inputs):
+            continue
+        if packet_of(node) in MOVES or packet_of(node) is None:
+            anywhere[node] = anywhere[inputs[0]]
+        elif is_pointwise(node):
+            between = tried_on(node, {i: spread(anywhere[i]) for i in inputs})
+            wide = tried_on(node, {i: anywhere[i] for i in inputs})
+            if between is not None and wide is not None and are_numbers(between) and are_numbers(wide):
+                anywhere[node] = wide
+            elif between is not None and wide is not None:
+                found.add(node)
+    return found
+
+
 def straight_bases(
     chain: Collection[fx.Node], start: fx.Node, derivable: Collection[fx.Node], masks: Container[str]
 ) -> list[fx.Node]:

@@ -106,7 +106,12 @@ def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor], largest: floa
         generator = torch.Generator().manual_seed(1)
         slots = {slot: node.all_input_nodes[slot.index] for slot in _slots(args, kwargs)}
         values = {slot: given[i] if i in given else _numbers(slot, generator, largest) for slot, i in slots.items()}
-        return _call(node.target, args, kwargs, values)
+        # Some operators take tensors of one dtype alone.
+        return _call(node.target, args, kwargs, {slot: _in_float64(value) for slot, value in values.items()})
+
+
+def _in_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _are_alike(node: fx.Node) -> bool:

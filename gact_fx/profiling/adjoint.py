@@ -135,10 +135,12 @@ class Adjoint:
             returned: dict[fx.Node, torch.Tensor] = {}
 
             def drop(node: fx.Node, value: Any) -> None:
+                if node not in ends or not isinstance(value, torch.Tensor):
+                    return
                 # Autograd holds those values that it needs; edges of its graph hold none.
-                if node in ends and isinstance(value, torch.Tensor) and value.requires_grad:
+                if value.requires_grad:
                     edges[node] = get_gradient_edge(value)
-                if node in ends and node in self._positions:
+                if node in self._positions:
                     # What `_arrived` asks of a gradient takes no memory.
                     returned[node] = value.detach().new_empty(()).expand(value.shape)
 
@@ -266,8 +268,10 @@ class Adjoint:
             taken[node].register_hook(partial(self._keep_slope, node))
         return taken[node]
 
-    def _keep_slope(self, node: fx.Node, slope: torch.Tensor) -> None:
-        _add(self._coefficient_slopes, node, self._probe, self._coefficients.kept(node, slope.detach()))
+    def _keep_slope(self, node: fx.Node, slope: torch.Tensor | None) -> None:
+        # Some operators give none where it is zero.
+        if slope is not None:
+            _add(self._coefficient_slopes, node, self._probe, self._coefficients.kept(node, slope.detach()))
 
 
 def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.Tensor) -> None:

@@ -194,7 +194,8 @@ class CoefficientMeter:
             stored = {node: value.detach().requires_grad_() for node, value in exact.items()}
             ends = evaluate(list(slopes), stored)
         for probe in range(max((len(found) for found in slopes.values()), default=0)):
-            along = {ends[node]: found[probe] for node, found in slopes.items() if ends[node].requires_grad}
+            reached = {node: found[probe] for node, found in slopes.items() if probe < len(found)}
+            along = {ends[node]: slope for node, slope in reached.items() if ends[node].requires_grad}
             of = torch.autograd.grad(
                 list(along), [stored[n] for n in parts], list(along.values()),
                 retain_graph=True, allow_unused=True, materialize_grads=True,

@@ -44,7 +44,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator(gradient.device).manual_seed(0)
     for part in numbers.split(_NUMBERS * (_CHUNK // _NUMBERS)):
         signs = torch.empty_like(part, dtype=torch.int8).random_(0, 2, generator=generator).mul_(2).sub_(1)
-        signed = part.double().mul_(signs)
+        signed = part.double() * signs
         whole = signed.numel() - signed.numel() % _NUMBERS
         total += signed[:whole].view(-1, _NUMBERS).sum(0)
         total[: signed.numel() - whole] += signed[whole:]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.linearity import is_affine, is_linear, is_pointwise
-from gact_fx.passes.find_bends import is_tame
+from gact_fx.passes.find_bends import is_tame, poles
 
 WEIGHT = nn.Parameter(torch.randn(64, 64))
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -142,6 +142,17 @@ def test_a_pole_that_something_shifts() -> None:
     quotient.meta["val"] = x.meta["val"]
     quotient.graph.output(quotient)
     assert not is_tame(set(quotient.graph.nodes) - set(quotient.users), x)
+
+
+@pytest.mark.parametrize(("combine", "options"), [(aten.add.Tensor, ()), (aten.lerp.Scalar, (0.3,))], ids=str)
+def test_a_pole_that_two_tensors_lead_to(combine: Any, options: tuple[object, ...]) -> None:
+    both, (x,) = node(combine, "x", "y", *options)
+    both.meta["val"] = x.meta["val"]
+    root = both.graph.call_function(aten.pow.Tensor_Scalar, (both, 0.5))
+    root.meta["val"] = x.meta["val"]
+    root.graph.output(root)
+    for start in both.all_input_nodes:
+        assert poles({start, both, root}, start) == {root}
 
 
 def test_which_derivatives_work_element_by_element() -> None:

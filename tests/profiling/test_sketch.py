@@ -35,6 +35,14 @@ def test_complex_and_sparse_gradients() -> None:
         assert squared_norm(sketch(gradient)) == pytest.approx(expected, rel=0.08)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_gradients_are_left_as_they_are(dtype: torch.dtype) -> None:
+    x = torch.randn(100, 100).to(dtype)
+    before = x.clone()
+    sketch(x)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(value: float) -> None:
     x = torch.zeros(10_000)
