@@ -39,7 +39,7 @@ def fresh(name: str, amp: bool) -> Network:
     return model, batch, autocast_loss
 
 
-def measure(name: str, budgets: list[float], amp: bool) -> Iterator[dict[str, float]]:
+def measure(name: str, budgets: list[float], amp: bool = False) -> Iterator[dict[str, float]]:
     """Bytes of one training step of a fresh network in each way, budget by budget."""
     torch._dynamo.reset()
     model, batch, loss_fn = fresh(name, amp)
