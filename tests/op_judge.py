@@ -60,8 +60,9 @@ class Through(nn.Module):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one sample's gradient was: "right", "wrong", "not finite", "untraced" or "unstable" (float32 itself, and
-    what cannot be repeated), with its error, and the error that the plan predicts, as shares of the gradient.
+    """What one sample's gradient was: "right", "wrong", "warned" (of the plan's noise), "not finite", "untraced" or
+    "unstable" (float32 itself, and what cannot be repeated), with its error, and the error that the plan predicts, as
+    shares of the gradient.
 
     ``nbytes`` of floating-point tensors are saved, of which ``compressed`` are not kept exact.
     """
@@ -164,7 +165,9 @@ def judge_module(
         # One draw may be rare where single elements are far larger than the others: the mean over draws decides.
         found = gact_fx.measure_gradient_error(model, [tuple(varied)], lambda m, b: m(*b), draws=DRAWS)
         error = math.sqrt(found.total.variance + found.total.bias_estimate**2) / norm
-    return Verdict("right" if error <= limit else "wrong", error, predicted, "", total, compressed)
+    warning = next((text for text in texts if "compression adds" in text), "")
+    kind = "right" if error <= limit else "warned" if warning else "wrong"
+    return Verdict(kind, error, predicted, warning if kind == "warned" else "", total, compressed)
 
 
 @contextlib.contextmanager

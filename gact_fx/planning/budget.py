@@ -39,11 +39,18 @@ class GraphTensors:
 
 
 def choose_plan(
-    graphs: Sequence[GraphTensors], config: Config, model: str, minibatch_variance: float | None, *, warns: bool = True
+    graphs: Sequence[GraphTensors],
+    config: Config,
+    model: str,
+    minibatch_variance: float | None,
+    *,
+    squared_norm: float | None = None,
+    warns: bool = True,
 ) -> Plan:
     """Widths, roundings and group sizes for all tensors of all graphs under one budget.
 
-    ``warns``: of a budget that is too tight, and of noise.
+    ``warns``: of a budget that is too tight, and of noise. Where the variance of the minibatch gradient is not known,
+    the ``squared_norm`` of one is a bound of it, in the mean.
     """
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
@@ -85,8 +92,9 @@ def choose_plan(
     if variance is None or not math.isfinite(variance):
         variance = math.fsum(choice.variance for choice in chosen)
     variance *= max(graph.correction for graph in graphs)
-    if minibatch_variance is not None and warns:
-        _warn_of_noise(menus, variance, minibatch_variance, numel)
+    most = squared_norm if minibatch_variance is None else minibatch_variance
+    if most is not None and warns:
+        _warn_of_noise(menus, variance, most, numel, is_bound=minibatch_variance is None)
     return replace(plan, variance=variance)
 
 
@@ -162,14 +170,17 @@ def _fixed(menu: Menu, bits: int) -> Choice:
     return found
 
 
-def _warn_of_noise(menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int) -> None:
+def _warn_of_noise(
+    menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int, *, is_bound: bool
+) -> None:
     if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
         return
     chosen = fewest_bytes(menus, NOISE_LIMIT * minibatch_variance)
     nbytes = sum(choice.nbytes for choice, menu in zip(chosen, menus, strict=True) if _has_codes(menu))
     bits = math.ceil(800 * nbytes / max(numel, 1)) / 100
     log.warning(
-        "compression adds %.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
+        "compression adds %s%.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
+        "at least " if is_bound else "",
         100 * variance / minibatch_variance,
         100 * NOISE_LIMIT,
         f"budget_bits={bits:.2f} would bring it back" if bits <= 16 else "no budget_bits would bring it back",

@@ -42,7 +42,7 @@ class Learner:
             self._last_gradients = gradients
             return
         try:
-            self._session.learn(steps, variance)
+            self._session.learn(steps, variance, sum(map(squared_norm, gradients.values())))
         except BaseException as error:
             self._report_failure(error)
             if not isinstance(error, Exception):

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from gact_fx.graphs.dynamo import is_of_backend
-from gact_fx.profiling.gradients import are_finite
+from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.profiling.tape import Step
 from gact_fx.training.check_plan import MeasuredStep
@@ -91,7 +91,7 @@ def profile_batches(
     variance = noise.variance()
     if variance is None:
         variance = variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
-    session.minibatch_variance = variance
+    session.minibatch_variance, session.squared_norm = variance, sum(map(squared_norm, noise.mean.values()))
     if latest is None and finite is not None:
         # The plan is tried on the last batch that was finite.
         batch, sensitivities = finite

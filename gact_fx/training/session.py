@@ -56,6 +56,8 @@ class Session:
         self.eager_regions = eager_regions
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
         self.minibatch_variance: float | None = None
+        # The squared norm of the minibatch gradient that was seen last.
+        self.squared_norm: float | None = None
         state = State.PROFILING if plan is None else State.PLANNED
         self.lifecycle = Lifecycle(State.UNCOMPRESSED if config.budget_bits is None else state)
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
@@ -130,11 +132,15 @@ class Session:
         if all(s.is_finite and s.outputs is not None and not s.has_collectives for s in latest.steps):
             check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
 
-    def learn(self, steps: Sequence[Step], minibatch_variance: float | None = None) -> None:
+    def learn(
+        self, steps: Sequence[Step], minibatch_variance: float | None = None, squared_norm: float | None = None
+    ) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change.
 
-        ``minibatch_variance``, where it is known, takes the place of what was. A failure leaves the profiles alone.
+        ``minibatch_variance``, where it is known, takes the place of what was; ``squared_norm`` is that of the step's
+        gradient. A failure leaves the profiles alone.
         """
+        self.squared_norm = squared_norm
         if minibatch_variance is not None:
             self.minibatch_variance = minibatch_variance
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
@@ -198,7 +204,9 @@ class Session:
         if config.budget_bytes is not None:
             taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
             config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
-        return choose_plan(self._tensors(), config, self.model, self.minibatch_variance, warns=warns)
+        return choose_plan(
+            self._tensors(), config, self.model, self.minibatch_variance, squared_norm=self.squared_norm, warns=warns
+        )
 
     def _tensors(self) -> list[GraphTensors]:
         return [profile.tensors() for profile in self.profiles.values()]

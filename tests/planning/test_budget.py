@@ -168,6 +168,30 @@ def test_too_much_noise_is_warned_of_with_a_budget_that_helps(caplog: pytest.Log
     assert not caplog.records
 
 
+def test_noise_is_warned_of_by_a_single_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    """No minibatch's gradient varies by more than its squared norm, in the mean."""
+    config = Config(budget_bits=2.0, **OPTIONS)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        plan = choose_plan([graph(*VALUES)], config, "m", None)
+        assert plan.variance is not None and not caplog.records
+        choose_plan([graph(*VALUES)], config, "m", 100 * plan.variance, squared_norm=plan.variance)
+        choose_plan([graph(*VALUES)], config, "m", None, squared_norm=11 * plan.variance)
+        assert not caplog.records
+        choose_plan([graph(*VALUES)], config, "m", None, squared_norm=5 * plan.variance)
+    assert "adds at least 20 % to the variance of the minibatch gradient" in caplog.text
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["first step", "sample batch"])
+def test_a_model_is_warned_of_noise_on_its_first_batch(training: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    x, y = mixed_batch(1)
+    options: dict[str, Any] = {} if training else {"sample_batches": [(x, y)]}
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        model = gact_fx.compile(Mixed(), inner="eager", budget_bits=1, min_elements=64, **options)
+        model(x, y).backward()
+    assert "adds at least" in caplog.text
+
+
 @pytest.mark.parametrize("minibatch", [0.0, 1e-6])
 def test_the_budget_that_is_named_exists(minibatch: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gact_fx"):
