@@ -142,7 +142,11 @@ def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
-    with running(model, compile_apart(own_call(model), backend)), torch.enable_grad(), without_recompile_limits():
+    with (
+        running(model, compile_apart(own_call(model, f"call_{id(backend)}"), backend)),
+        torch.enable_grad(),
+        without_recompile_limits(),
+    ):
         yield
 
 

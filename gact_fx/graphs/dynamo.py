@@ -64,19 +64,19 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call  # type: ignore[assignment, unused-ignore]
 
 
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """What ``nn.Module.compile`` compiles, hooks included, behind a code object of its own.
+def own_call(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What ``nn.Module.compile`` compiles, hooks included, behind a code object of its own with that ``name``.
 
     Dynamo skips frames inside torch.nn, so that compiling an nn.Sequential itself would silently compile nothing
     (torch 2.11 to 2.13), and counts recompilations per code object: with one for all models, the ninth would silently
-    not be compiled.
+    not be compiled. By the name of the code it remembers sizes, and those that vary become dynamic.
     """
     function: Callable[..., Any] = module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()
+    call.__code__ = call.__code__.replace(co_name=name)
     return call
 
 

@@ -65,7 +65,10 @@ class Target:
     def compile(self, backend: str | Callable[..., Any]) -> Callable[..., Any]:
         """The model compiled with ``backend``, with what is to be done for its eager regions."""
         self._generation += 1
-        function = own_call(self._original) if isinstance(self._original, nn.Module) else self._original
+        function: Callable[..., Any] = self._original
+        if isinstance(self._original, nn.Module):
+            # One name for all that is compiled of this model: sizes that vary while it is profiled do so in training.
+            function = own_call(self._original, f"call_{id(self)}")
         config, regions = self._session.config, self._session.eager_regions
         options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph}
         if isinstance(backend, str):
