@@ -13,7 +13,7 @@ from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
 from gact_fx.training.minibatch_variance import LossFunction
-from gact_fx.training.model import Target, is_copy, owned_by, session_of
+from gact_fx.training.model import Target, is_copy, owned_by, sessions_within
 from gact_fx.training.ranks import Ranks, without_sync
 from gact_fx.training.sample_batches import default_loss, profile_batches
 from gact_fx.training.session import Session
@@ -85,18 +85,25 @@ def compile(
 
 
 def inspect(model: Callable[..., Any]) -> Report:
-    """What was rewritten in a model compiled by :func:`compile`, and why not where it was not.
+    """What was rewritten in a model compiled by :func:`compile`, or in the one compiled module within ``model``, and
+    why not where it was not.
 
     Raises:
-        ValueError: the model was not compiled by ``gact_fx.compile``.
+        ValueError: the model was not compiled by ``gact_fx.compile``, or several of its modules were.
     """
-    session = session_of(model)
+    found = sessions_within(model)
+    if len(found) > 1:
+        raise ValueError(
+            f"gact_fx.inspect: {len(found)} modules of this {type(model).__name__} were compiled, each with a plan of "
+            f"its own; inspect them one by one ({', '.join(list(found)[:4])}{', …' if len(found) > 4 else ''})"
+        )
+    session = next(iter(found.values()), None)
     if session is None:
         raise ValueError(
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
-    if is_copy(model):
+    if is_copy(model, session):
         note = (
             "this copy of a compiled model is not compiled: gact_fx.compile(copy, plan=gact_fx.inspect(copy).plan) "
             "has it run as the original does"

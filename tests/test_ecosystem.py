@@ -96,6 +96,15 @@ def test_trainer_that_compiles_by_name(tmp_path: Path, caplog: pytest.LogCapture
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
+def test_trainer_that_compiles_a_compiled_model(tmp_path: Path) -> None:
+    """torch.compile around the model, as ``torch_compile=True`` has it, is no way past the compression."""
+    model = gact_fx.compile(bert(), inner="eager")
+    trainer(model, tmp_path, torch_compile=True, torch_compile_backend="aot_eager").train()
+    report = gact_fx.inspect(model)
+    assert report.ratio > 2 and not report.note and len(report.graphs) == 1
+
+
 def test_accelerate_takes_options() -> None:
     utils = pytest.importorskip("accelerate.utils")
     pytest.importorskip("gact_fx.accelerate", exc_type=ImportError)

@@ -46,6 +46,7 @@ class Lifecycle:
         self._compiled: dict[State, Callable[..., Any]] = {}
         self._running: Callable[..., Any] | None = None
         self._before_call: Callable[[], None] = lambda: None
+        self._original: Callable[..., Any] | None = None
 
     @property
     def state(self) -> State:
@@ -55,6 +56,10 @@ class Lifecycle:
         """Run in every state what ``compile(state)`` gives: anew with every plan, and else once."""
         self._compile = compile
         self._compiled = {self._state: compile(self._state)}
+
+    def stands_for(self, original: Callable[..., Any]) -> None:
+        """Have ``torch.export`` see ``original``, whatever the state."""
+        self._original = original
 
     def before_calls(self, call: Callable[[], None]) -> None:
         """Have ``call()`` run before every call from outside of backward; it may change the state."""
@@ -94,4 +99,11 @@ class Lifecycle:
         return self._running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting() and self._original is not None:
+            return self._original(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @torch.compiler.disable(reason="gact_fx.compile compiles this model itself")  # type: ignore[untyped-decorator, unused-ignore]
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # A torch.compile around the model would else trace what is to run, and compile it without us.
         return self.current()(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import nn
 
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
+from gact_fx.training.other_compilers import guard, unguard
 from gact_fx.training.ranks import unwrapped
 from gact_fx.training.session import Session, log
 from gact_fx.training.unchanged import modules_of
@@ -22,9 +23,25 @@ def session_of(model: object) -> Session | None:
     return session if isinstance(session, Session) else None
 
 
-def is_copy(model: object) -> bool:
+def sessions_within(model: object) -> dict[str, Session]:
+    """The sessions of a model's compiled modules, by these modules' names; '' is the model itself."""
+    session = session_of(model)
+    if session is not None or not isinstance(model, nn.Module):
+        return {} if session is None else {"": session}
+    found = ((name, session_of(module)) for name, module in model.named_modules())
+    outermost: dict[str, Session] = {}
+    for name, session in found:
+        # Wrappers of all kinds hand on what they are asked for.
+        if session is not None and session not in outermost.values():
+            outermost[name] = session
+    return outermost
+
+
+def is_copy(model: object, session: Session) -> bool:
     """Whether a model with a session runs as if it had none: copies of modules keep what was planned, and no code."""
-    return isinstance(model, nn.Module) and not isinstance(compiled_call(unwrapped(model)), Lifecycle)
+    if not isinstance(model, nn.Module):
+        return False
+    return all(compiled_call(module) is not session.lifecycle for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -59,6 +76,8 @@ class Target:
         """Have the model run what its session says."""
         if isinstance(self._original, nn.Module):
             set_compiled_call(self._original, self._session.lifecycle)
+            self._session.lifecycle.stands_for(own_call(self._original, f"call_{id(self)}"))
+            guard(self._original)
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
         object.__setattr__(self.model, _ATTRIBUTE, self._session)
 
@@ -90,6 +109,8 @@ class Target:
         except BaseException as error:
             if isinstance(self._original, nn.Module):
                 set_compiled_call(self._original, self._before)
+                if not isinstance(self._before, Lifecycle):
+                    unguard(self._original)
             object.__delattr__(self.model, _ATTRIBUTE)
             if self._session_before is not None:
                 object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
