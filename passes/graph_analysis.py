@@ -1,8 +1,10 @@
 """What the analyses found in one pair of graphs: every saved tensor, and how it is stored."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gact_fx.passes.encodings import Encoding, Quantize
+from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 
 
@@ -29,12 +31,21 @@ def is_counted(tensor: SavedTensor) -> bool:
 
 def fixed_nbytes(analysis: GraphAnalysis) -> int:
     """Bytes that a graph holds whatever the plan: what is kept, masks and packed integers."""
+    return _nbytes([(t, how.nbytes(t, None)) for t, how in analysis.pairs() if not isinstance(how, Quantize)])
+
+
+def held_nbytes(analysis: GraphAnalysis, entries: Mapping[str, TensorPlan] | None) -> int:
+    """Bytes that a graph holds for backward by a plan's ``entries``, or without compression, where these are None."""
+    if entries is None:
+        return _nbytes([(tensor, None) for tensor in analysis.saved])
+    return _nbytes([(tensor, how.nbytes(tensor, entries.get(tensor.key))) for tensor, how in analysis.pairs()])
+
+
+def _nbytes(tensors: Iterable[tuple[SavedTensor, int | None]]) -> int:
+    """Of tensors with the bytes stored in their place; None: kept, with all the storage that they lie in."""
     kept: dict[int, int] = {}
     stored = 0
-    for tensor, how in analysis.pairs():
-        if isinstance(how, Quantize):
-            continue
-        nbytes = how.nbytes(tensor, None)
+    for tensor, nbytes in tensors:
         if nbytes is not None:
             stored += nbytes
         elif is_counted(tensor):

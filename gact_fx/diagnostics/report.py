@@ -15,6 +15,7 @@ from gact_fx.diagnostics.report_rows import Row, eager_row, graph_rows
 from gact_fx.passes.encodings import Keep, Quantize
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
+from gact_fx.training.progress import size
 from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.session import Session
 
@@ -115,7 +116,9 @@ def _note(session: Session) -> str:
             "compiled autograd ran backward; that needs sample_batches)"
         )
     if not session.graphs:
-        return "a plan, and no graph compiled with it yet; run a training step"
+        predicted = session.predicted_sizes()
+        by_plan = f" ({predicted})" if predicted else ""
+        return f"a plan{by_plan}, and no graph compiled with it yet; run a training step"
     if all(row.encoding == Keep.label for graph in session.graphs for row in graph_rows(0, graph, 1)):
         return "nothing to compress: the reasons are in the table"
     if session.run_counts.backward_is_unseen:
@@ -153,7 +156,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"gact_fx: {report.note}"
     if shown:
         bits = f", {report.average_bits:.2f} bits per compressed element" if report.average_bits else ""
-        sizes = f"{_size(report.bytes_before)} before, {_size(report.bytes_after)} after"
+        sizes = f"{size(report.bytes_before)} before, {size(report.bytes_after)} after"
         yield f"held for backward: {sizes} ({report.ratio:.1f}x{bits})"
 
 
@@ -161,14 +164,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     sensitivity = f"{row.sensitivity:.2e}" if row.sensitivity is not None else ""
     bits = str(row.bits) if row.bits is not None else ""
     shape = "x".join(map(str, row.shape)) or "scalar"
-    sizes = (_size(row.bytes_before), _size(row.bytes_after))
+    sizes = (size(row.bytes_before), size(row.bytes_after))
     # bfloat16 codes have neither rounding to speak of nor groups.
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
     graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (graph, row.name, row.op, shape, row.dtype, row.encoding, bits, code, sensitivity, *sizes, row.reason)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"

@@ -1,11 +1,11 @@
 """Profiling on sample batches: real steps whose gradients are thrown away, leaving the model as it was."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from gact_fx.graphs.dynamo import is_of_backend
 from gact_fx.profiling.gradients import are_finite, squared_norm
@@ -20,9 +20,12 @@ from gact_fx.training.minibatch_variance import (
     sketches_of,
     variance_by_halves,
 )
+from gact_fx.training.progress import profiling_bar
 from gact_fx.training.session import Session, log
 from gact_fx.training.usage_error import UsageError, first_line
 
+# More say little more, and take as long as several steps of training each.
+MOST_BATCHES = 8
 WHAT_BATCHES_ARE = "batch must be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes"
 
 
@@ -53,7 +56,7 @@ def profile_batches(
     loss_fn: LossFunction,
     uncompiled: contextlib.AbstractContextManager[Any],
 ) -> None:
-    """Run forward and backward on every batch with the profiling backend in place, then make the session's plan.
+    """Run forward and backward on the first batches with the profiling backend in place, then make the session's plan.
 
     ``recorder`` watches the model; within ``uncompiled``, whose value is the model, it runs as it was before
     compilation. No ``.grad`` is written.
@@ -65,8 +68,9 @@ def profile_batches(
     noise = Spread()
     latest: MeasuredStep | None = None
     finite: Any = None
-    with tqdm(desc="gact_fx: profiling", unit="tensor", disable=None, leave=False, total=0) as bar:
-        for count, batch in enumerate(iterate(batches, "gact_fx.compile: sample_batches"), start=1):
+    with profiling_bar() as bar:
+        several = itertools.islice(iterate(batches, "gact_fx.compile: sample_batches"), MOST_BATCHES)
+        for count, batch in enumerate(several, start=1):
             # What was recorded must not be there while the next batch is.
             latest = None
             gradients, steps = _run(model, recorder, batch, loss_fn, count - 1)

@@ -19,6 +19,7 @@ from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
 from gact_fx.training.check_plan import MeasuredStep, check_plan
 from gact_fx.training.lifecycle import Lifecycle, State
+from gact_fx.training.progress import profiling_bar, say, sizes
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
 
@@ -145,7 +146,8 @@ class Session:
             self.minibatch_variance = minibatch_variance
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
         try:
-            measured = self.measure(steps)
+            with profiling_bar() as bar:
+                measured = self.measure(steps, bar)
             if measured is not None and self.profiles:
                 self.check(measured)
                 self._has_sample = True
@@ -211,6 +213,10 @@ class Session:
     def _tensors(self) -> list[GraphTensors]:
         return [profile.tensors() for profile in self.profiles.values()]
 
+    def predicted_sizes(self) -> str:
+        """What is held for backward without the plan and with it, '' where that is not known."""
+        return sizes(self.plan, self._tensors()) if self.plan is not None else ""
+
     def adopt(self, plan: Plan) -> None:
         """Run ``plan`` from now on."""
         self.plan, self._has_sample = plan, False
@@ -219,7 +225,9 @@ class Session:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()
         total = sum(len(graph.tensors) for graph in plan.graphs)
-        log.info("planned %d saved tensors in %d graphs", total, len(plan.graphs))
+        found = self.predicted_sizes()
+        says = f": {found}; compiling, about as long as torch.compile takes" if found else ""
+        say(f"planned {total} saved tensors in {len(plan.graphs)} graphs{says}")
         if not total:
             log.warning("nothing to compress: no saved tensor is eligible; gact_fx.inspect(model) gives the reasons")
         self.lifecycle.planned()
