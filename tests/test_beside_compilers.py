@@ -82,6 +82,29 @@ def test_compiling_twice_is_said_to_do_nothing(caplog: pytest.LogCaptureFixture)
     assert "Net.compile() does nothing: gact_fx.compile has compiled this model" in caplog.text
 
 
+class Own(Net):
+    """A class with a call and a ``compile`` of its own."""
+
+    optimizer = ""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().__call__(x) * 3
+        return result
+
+    def compile(self, optimizer: str) -> None:
+        self.optimizer = optimizer
+
+
+def test_what_a_class_defines_itself_stays() -> None:
+    model = gact_fx.compile(Own(), inner="eager")
+    model(X).backward()
+    model.compile("adam")
+    assert model.optimizer == "adam"
+    around = torch.compile(model, backend="aot_eager")
+    assert float(around(X)) == pytest.approx(float(model(X)), rel=1e-4)
+    assert held(around, model) == pytest.approx(held(model, model), rel=0.01)
+
+
 @pytest.mark.parametrize("way", ["function", "method"])
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]

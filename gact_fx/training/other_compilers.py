@@ -19,21 +19,20 @@ def guard(module: nn.Module) -> None:
     Both are attributes of the instance, by which Dynamo tells that a module's call is not what its class says. In
     copies, which run as if they had never been compiled, they do what the class does.
     """
-    for name, stand_in in (("__call__", _call), ("compile", _compile)):
-        # Past nn.Module.__setattr__, as it is past the class.
-        object.__setattr__(module, name, functools.partial(stand_in, module))
+    # Past nn.Module.__setattr__, as it is past the class.
+    object.__setattr__(module, "__call__", functools.partial(_call, module))
+    # A class may call something of its own so.
+    if type(module).compile is nn.Module.compile:
+        object.__setattr__(module, "compile", functools.partial(_compile, module))
 
 
 def unguard(module: nn.Module) -> None:
     """Undo `guard`."""
-    for name in ("__call__", "compile"):
+    for name in {"__call__", "compile"} & module.__dict__.keys():
         object.__delattr__(module, name)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    running = compiled_call(module)
-    if isinstance(running, Lifecycle):
-        return running(*args, **kwargs)
     return type(module).__call__(module, *args, **kwargs)
 
 

@@ -22,7 +22,8 @@ def profiling_bar() -> Any:
 def say(text: str) -> None:
     """Log ``text``, and write it to a terminal that would not see the log."""
     log.info(text)
-    if sys.stderr.isatty() and not log.isEnabledFor(logging.INFO):
+    # Programs without a console have no stderr.
+    if sys.stderr is not None and sys.stderr.isatty() and not log.isEnabledFor(logging.INFO):
         tqdm.write(f"gact_fx: {text}", file=sys.stderr)
 
 
