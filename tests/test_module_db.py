@@ -22,8 +22,8 @@ def test_the_gradient_is_right_or_predicted(info: Any) -> None:
     for module, leaves, spec in module_samples(info):
         torch.manual_seed(0)
         verdict = judge(module, leaves, spec, 8, seed=0)
-        assert verdict.kind in ("right", "warned", "untraced", "unstable"), verdict
-        if verdict.kind in ("right", "warned"):
+        assert verdict.kind in ("right", "untraced", "unstable"), verdict
+        if verdict.kind == "right":
             return
     pytest.skip("nothing in it can be judged: no floating input, not differentiable, or not the same twice")
 

@@ -27,6 +27,6 @@ def test_the_gradient_is_right_or_predicted(op: Any) -> None:
         torch.manual_seed(0)
         verdict = judge(op.op, leaves, spec, 8)
         judged |= verdict.kind not in ("untraced", "unstable")
-        assert verdict.kind in ("right", "warned", "untraced", "unstable"), verdict
+        assert verdict.kind in ("right", "untraced", "unstable"), verdict
     if not judged:
         pytest.skip("nothing in it can be judged: no floating input, not differentiable, or not the same twice")

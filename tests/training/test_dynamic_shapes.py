@@ -158,7 +158,6 @@ class UNet(nn.Module):
         return self.exit(torch.cat([skipped, self.grow(x)], 1)).square().mean()
 
 
-@pytest.mark.slow
 def test_sizes_of_one_model_are_not_dynamic_in_another() -> None:
     for rows in (64, 128):
         model = gact_fx.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), inner="eager")
@@ -168,6 +167,7 @@ def test_sizes_of_one_model_are_not_dynamic_in_another() -> None:
         assert all(len(row.shape) == 2 for row in gact_fx.inspect(model).rows)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_attention_over_the_pixels_of_images_of_any_size() -> None:
     """Torch 2.13's own fails at the second size, with gradients or without (`gact_fx.graphs.mended_inductor`)."""
     compressed, exact = UNet(), UNet()
