@@ -78,7 +78,7 @@ def compile(
         modules = modules_of(model) + modules_of(loss)
         # Without a trace: neither in the modules nor, for DDP, on other ranks.
         with target.restored_on_failure(), unchanged(modules), without_sync(modules):
-            profile_batches(target.model, session, samples, sample_batches, loss, target.uncompiled())
+            profile_batches(target.model, session, samples, sample_batches, loss, target.uncompiled)
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
     return cast(Model, target.model)

@@ -102,6 +102,8 @@ def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
     """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
     if plan.choices() == before.choices():
         return False
+    if any(before.graph(graph.fingerprint) is None for graph in plan.graphs):
+        return True
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     if variance is None or plan.variance is None:
         return True

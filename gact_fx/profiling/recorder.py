@@ -58,6 +58,11 @@ class Recorder:
         self.start()
         return steps
 
+    def record_next(self) -> None:
+        """Record the next step, as if it were an ``every``-th one."""
+        assert self.every is not None
+        self._begun = self.every - 1
+
     def restart(self) -> None:
         """Count steps from the next one on."""
         self._begun = 0

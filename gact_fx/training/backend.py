@@ -1,6 +1,7 @@
 """The torch.compile backends: one that rewrites graphs by a session's plan, and ``backend="gact"`` on top of it."""
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
@@ -11,7 +12,7 @@ from torch import fx
 from gact_fx.breaks.graph_holdings import noting_holdings
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.compilers import Compiled, compile_pair, interpret_graph, without_views
+from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_graph, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
@@ -79,6 +80,8 @@ class Backend:
             run = without_views(run, graph.pair.num_user_outputs)
         if not self._interpreted:
             run = (session.run_counts.backward if is_backward else session.run_counts.forward)(run, graph)
+            if is_backward and session.is_unforeseen(graph):
+                run = _preceded_by(session.profile_unforeseen, run)
             if session.eager_regions is not None and not is_backward:
                 entries = graph.plan.entries()
                 crossing = [
@@ -114,7 +117,13 @@ def run_states(
     counts, copies = lambda: ranks.in_step, lambda: ranks.is_sharded
     first = samples or Recorder(learn, every=1, counts=counts, copies=copies)
     # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
-    again = Recorder(learn, max(every, 2), 2, lifecycle.profile_again, counts, copies) if every else None
+    again = Recorder(learn, max(every or sys.maxsize, 2), 2, lifecycle.profile_again, counts, copies)
+
+    def profile_next() -> None:
+        again.record_next()
+        lifecycle.profile_again(True)
+
+    session.profile_next = profile_next
 
     def compiled(state: State) -> Callable[..., Any]:
         if state is State.PROFILING:
@@ -123,9 +132,8 @@ def run_states(
         if state is State.PROFILING_AGAIN:
             return compile(Backend(session, interpreted=True, recorder=again))
         if state is State.PLANNED:
-            if again is not None:
-                again.restart()
-            return compile(Backend(session, recorder=again))
+            again.restart()
+            return compile(Backend(session, recorder=again if every else None))
         return compile(uncompressed(session.config.inner))
 
     lifecycle.run(compiled)
@@ -172,6 +180,16 @@ def gact(
 
     # Dynamo must not trace the choice itself.
     return cast(Compiled, torch.compiler.disable(run, recursive=False))
+
+
+def _preceded_by(call: Callable[[], None], run: Compiled) -> Compiled:
+    """``run``, with ``call()`` before every run."""
+
+    def both(arguments: list[Any]) -> Any:
+        call()
+        return run(arguments)
+
+    return boxed(both)
 
 
 def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[[int], bool]:

@@ -47,6 +47,8 @@ class Learner:
             self._report_failure(error)
             if not isinstance(error, Exception):
                 raise
+        # Where it was another graph's turn.
+        self._session.profile_unforeseen()
 
     def _variance(self, last: LeafGradients, gradients: LeafGradients) -> float | None:
         """How much the gradients of minibatches vary, by two in a row; None where these have no leaf in common."""

@@ -16,6 +16,8 @@ from gact_fx.training.usage_error import first_line
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Gradients = dict[torch.Tensor, torch.Tensor]
+# Within what this gives, the model, which is its value, runs as it was before compilation.
+Uncompiled = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Moments:
@@ -77,9 +79,7 @@ def sketches_of(loss: torch.Tensor) -> Gradients:
     return {leaf: sketch(gradient) for leaf, gradient in gradients_of(loss).items()}
 
 
-def variance_by_halves(
-    uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction, whole: Gradients
-) -> float | None:
+def variance_by_halves(uncompiled: Uncompiled, batch: Any, loss_fn: LossFunction, whole: Gradients) -> float | None:
     """The variance of the gradient over batches, from two halves of one; None where the batch cannot be halved.
 
     The halves' gradients g and h vary by ``|g - h|^2 / 2``; that of their mean by half as much, that of their sum (a
@@ -89,7 +89,7 @@ def variance_by_halves(
         halves = _halves(batch)
         if halves is None:
             return None
-        with uncompiled as model, compressed_saved_tensors():
+        with uncompiled() as model, compressed_saved_tensors():
             first, second = (sketches_of(loss_fn(model, half)) for half in halves)
     except Exception as error:
         # A batch need not make sense in halves; then only the warning about noise is lost.

@@ -1,12 +1,12 @@
 """Profiling on sample batches: real steps whose gradients are thrown away, leaving the model as it was."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from gact_fx.codec.packed_tensors import compressed_saved_tensors
 from gact_fx.graphs.dynamo import is_of_backend
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import Recorder
@@ -16,6 +16,7 @@ from gact_fx.training.minibatch_variance import (
     Gradients,
     LossFunction,
     Spread,
+    Uncompiled,
     gradients_of,
     sketches_of,
     variance_by_halves,
@@ -54,12 +55,11 @@ def profile_batches(
     recorder: Recorder,
     batches: Iterable[Any],
     loss_fn: LossFunction,
-    uncompiled: contextlib.AbstractContextManager[Any],
+    uncompiled: Uncompiled,
 ) -> None:
     """Run forward and backward on the first batches with the profiling backend in place, then make the session's plan.
 
-    ``recorder`` watches the model; within ``uncompiled``, whose value is the model, it runs as it was before
-    compilation. No ``.grad`` is written.
+    ``recorder`` watches the model; within ``uncompiled()`` it runs as it was before. No ``.grad`` is written.
 
     Raises:
         ValueError: no batches; a loss that is not a scalar tensor with a gradient; a batch that the model rejects.
@@ -73,6 +73,10 @@ def profile_batches(
         for count, batch in enumerate(several, start=1):
             # What was recorded must not be there while the next batch is.
             latest = None
+            if count == 1:
+                # Hooks, lazy modules: what a first call does makes other graphs than those of training.
+                with uncompiled() as original, compressed_saved_tensors():
+                    _loss(original, batch, loss_fn, 0)
             gradients, steps = _run(model, recorder, batch, loss_fn, count - 1)
             graphs += len(steps)
             if are_finite(gradients.values()):
@@ -107,8 +111,15 @@ def profile_batches(
 def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, index: int) -> tuple[Gradients, list[Step]]:
     """Sketches of the gradients of a batch, and the step that was recorded."""
     recorder.start()
+    loss = _loss(model, batch, loss_fn, index)
+    check_loss(loss)
+    # The compiled backward passes run here all the same.
+    return sketches_of(loss), recorder.take()
+
+
+def _loss(model: Any, batch: Any, loss_fn: LossFunction, index: int) -> torch.Tensor:
     try:
-        loss = loss_fn(model, batch)
+        return loss_fn(model, batch)
     except UsageError:
         raise
     except Exception as error:
@@ -118,9 +129,6 @@ def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, inde
             f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {first_line(error)}; every "
             f"sample {WHAT_BATCHES_ARE}"
         ) from error
-    check_loss(loss)
-    # The compiled backward passes run here all the same.
-    return sketches_of(loss), recorder.take()
 
 
 def _leave_to_eager(session: Session, recorder: Recorder) -> None:
@@ -132,9 +140,9 @@ def _leave_to_eager(session: Session, recorder: Recorder) -> None:
     session.lifecycle.failed()
 
 
-def _no_gradient(uncompiled: contextlib.AbstractContextManager[Any], batch: Any, loss_fn: LossFunction) -> str:
+def _no_gradient(uncompiled: Uncompiled, batch: Any, loss_fn: LossFunction) -> str:
     """Why no sample batch had a finite gradient: because of the model, or of how activations are stored to profile."""
-    with uncompiled as model:
+    with uncompiled() as model:
         is_fine = are_finite(gradients_of(loss_fn(model, batch)).values())
     if is_fine:
         which = "the last one has with activations that are exact; please report this, and train with budget_bits=None"

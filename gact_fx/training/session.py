@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan,
 from gact_fx.training.run_counts import RunCounts
 
 log = logging.getLogger("gact_fx")
+# Steps that are profiled because the plan was made without a graph that they run.
+MOST_AFTERTHOUGHTS = 3
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Session:
         self.squared_norm: float | None = None
         state = State.PROFILING if plan is None else State.PLANNED
         self.lifecycle = Lifecycle(State.UNCOMPRESSED if config.budget_bits is None else state)
+        # Has the next step profiled, where the model can.
+        self.profile_next: Callable[[], None] = lambda: None
+        self._afterthoughts = 0
+        # The graphs that were measured since there is the present plan.
+        self._measured: set[str] = set()
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
@@ -93,6 +100,24 @@ class Session:
             )
         self.graphs.append(graph)
         return graph
+
+    def is_unforeseen(self, graph: RewrittenGraph) -> bool:
+        """Whether the plan was made without ``graph``, as where a model's first call prepares what later ones find.
+
+        A graph whose sizes vary is one of those that the plan was made with, traced anew.
+        """
+        if self.plan is None or self.plan_was_given or self._is_among_ranks or not graph.analysis.quantized():
+            return False
+        varies = any(tensor.dynamic for tensor in graph.analysis.saved)
+        is_known = self.plan.graph(graph.plan.fingerprint) is not None
+        return not is_known and not (varies and self.plan.nearest(graph.analysis.saved) is not None)
+
+    def profile_unforeseen(self) -> None:
+        """Have the next step profiled, as often as may be, if the plan was made without a graph that ran."""
+        if self._afterthoughts < MOST_AFTERTHOUGHTS and any(map(self.is_unforeseen, self.graphs)):
+            self._afterthoughts += 1
+            say("the plan was made without a graph that runs now; the next step is profiled")
+            self.profile_next()
 
     def cache_key(self) -> str:
         """Identifies what a rewritten graph depends on, beside the graph itself."""
@@ -149,6 +174,10 @@ class Session:
             with profiling_bar() as bar:
                 measured = self.measure(steps, bar)
             if measured is not None and self.profiles:
+                # Not every graph runs in every step, and some ran in a first step alone.
+                self._measured |= self.profiles.keys()
+                running = self._measured | {graph.plan.fingerprint for graph in self.graphs}
+                self.profiles = {key: known[key] for key in known.keys() & running} | self.profiles
                 self.check(measured)
                 self._has_sample = True
                 if not self._is_among_ranks:
@@ -220,7 +249,7 @@ class Session:
     def adopt(self, plan: Plan) -> None:
         """Run ``plan`` from now on."""
         self.plan, self._has_sample = plan, False
-        self.graphs, self.run_counts = [], RunCounts()
+        self.graphs, self.run_counts, self._measured = [], RunCounts(), set()
         if self.eager_regions is not None:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()

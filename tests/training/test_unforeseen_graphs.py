@@ -1,0 +1,104 @@
+"""Graphs that the plan was made without are profiled in a later step."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.training.model import session_of
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Breaks its graph in the first call, has dropout in training, and another last layer where ``second`` is given."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.other = nn.Linear(32, 64), nn.Linear(64, 8), nn.Linear(64, 16)
+        self.is_prepared = not breaks
+
+    def forward(self, x: torch.Tensor, second: bool = False) -> torch.Tensor:
+        h = F.gelu(self.first(x))
+        if not self.is_prepared:
+            self.is_prepared = True
+            torch._dynamo.graph_break()
+        h = F.dropout(h.tanh(), 0.1, self.training)
+        return (F.silu(self.other(h)).exp() if second else torch.sigmoid(self.last(h))).square().mean()
+
+
+def has_plans_for_all(model: nn.Module) -> bool:
+    """Whether the plan was made with every graph that the model now runs."""
+    session = session_of(model)
+    assert session is not None and session.plan is not None and session.graphs
+    return all(session.plan.graph(graph.plan.fingerprint) is not None for graph in session.graphs)
+
+
+def steps(model: nn.Module, count: int, **arguments: Any) -> None:
+    for _ in range(count):
+        model(X, **arguments).backward()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_first_call_that_breaks_the_graph(inner: str) -> None:
+    model = gact_fx.compile(Net(breaks=True), inner=inner)
+    steps(model, 4)
+    assert has_plans_for_all(model)
+    plan = gact_fx.inspect(model).plan
+    # The graphs of the first call take no part in the budget any more.
+    assert plan is not None and len(plan.graphs) == 1 and plan.variance is not None
+
+
+def test_sample_batches_see_what_a_second_call_runs() -> None:
+    model = gact_fx.compile(Net(breaks=True), inner="eager", sample_batches=[(X,)])
+    steps(model, 1)
+    assert has_plans_for_all(model)
+
+
+def test_profiled_in_evaluation_and_then_trained() -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    steps(model, 2)
+    assert has_plans_for_all(model)
+    model.train()
+    steps(model, 3)
+    assert has_plans_for_all(model)
+    model.zero_grad()
+    exact = Net()
+    exact.load_state_dict(model.state_dict())
+    for net in (model, exact):
+        torch.manual_seed(1)
+        net(X).backward()
+    assert relative_error(gradients(model), gradients(exact)) < 0.2
+
+
+def test_profiled_frozen_and_then_trained() -> None:
+    net = Net()
+    net.first.requires_grad_(False)
+    model = gact_fx.compile(net, inner="eager")
+    steps(model, 2)
+    net.first.requires_grad_(True)
+    steps(model, 3)
+    assert has_plans_for_all(model)
+
+
+def test_graphs_that_take_turns_are_all_planned() -> None:
+    model = gact_fx.compile(Net(), inner="eager")
+    for step in range(8):
+        steps(model, 1, second=step % 2 == 1)
+    assert has_plans_for_all(model)
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and len(plan.graphs) == 2
+
+
+def test_a_plan_that_was_given_stays() -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager", sample_batches=[(X,)])
+    plan = gact_fx.inspect(model).plan
+    other = gact_fx.compile(Net().eval(), inner="eager", plan=plan)
+    steps(other, 1)
+    other.train()
+    steps(other, 3)
+    assert gact_fx.inspect(other).plan is plan
