@@ -3,7 +3,7 @@
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ log = logging.getLogger("gact_fx")
 TOLERANCE = 2.0
 ROUNDS = 3
 MOST_PARTS = 16
+# Up to this width the steps of a code are many of those of 8 bits.
+COARSE_BITS = 4
 _SMALL = sys.float_info.min
 # Squared errors below this share of the gradient's squared norm are those of float32 itself.
 LEAST = 1e-10
@@ -48,7 +50,8 @@ def check_plan(
         if not predicted:
             return
         found, excess = meter.squared_error(plan), {key: dict(profile.excess) for key, profile in profiles.items()}
-        tried.append(_Trial(found, math.fsum(predicted.values()), excess))
+        fine = math.fsum(predicted[at] for at in _fine(latest, plan, predicted))
+        tried.append(_Trial(found, math.fsum(predicted.values()), fine, excess))
         if found <= TOLERANCE * tried[-1].predicted + LEAST * meter.squared_norm or len(tried) == ROUNDS:
             break
         blamed = _blamed(meter, plan, predicted, found)
@@ -61,21 +64,35 @@ def check_plan(
     best = min(tried, key=lambda trial: trial.found if math.isfinite(trial.found) else math.inf)
     for key, profile in profiles.items():
         profile.excess = best.excess[key]
-        # What was recorded is on the grid of 8 bits or bfloat16 already, where such codes have no error: less is no
-        # proof.
         is_known = best.predicted > 0 and math.isfinite(best.found)
-        profile.correction = max(best.found / best.predicted, 1.0) if is_known else 1.0
+        least = min(best.found + best.fine, best.predicted)
+        profile.correction = max(best.found, least) / best.predicted if is_known else 1.0
     if best.found > TOLERANCE * best.predicted + LEAST * meter.squared_norm:
         log.info("codes together add %.3g times what was predicted of each", best.found / max(best.predicted, _SMALL))
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A plan's squared error, found and predicted, and the excess by which it was made, by graph and tensor."""
+    """A plan's squared error, found and predicted, and the excess by which it was made, by graph and tensor.
+
+    ``fine`` is the part that is predicted of codes of more than 4 bits. What was recorded is on the grid of 8 bits or
+    bfloat16 already, where such codes may show less error than they will have.
+    """
 
     found: float
     predicted: float
+    fine: float
     excess: dict[str, dict[str, float]]
+
+
+def _fine(latest: MeasuredStep, plan: Plan, places: Iterable[Place]) -> Iterator[Place]:
+    """Those of the ``places`` whose codes have more than 4 bits."""
+    for index, name in places:
+        saved = latest.steps[index].analysis.saved
+        graph = plan.graph(graph_fingerprint(saved))
+        bits = graph.entries()[next(t.key for t in saved if t.name == name)].bits if graph is not None else None
+        if bits is not None and bits > COARSE_BITS:
+            yield index, name
 
 
 def _predicted(

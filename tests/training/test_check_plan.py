@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import bent_networks
@@ -66,6 +67,24 @@ def test_all_codes_together_add_what_is_predicted_where_errors_do_not_multiply()
     assert not any(profile.excess for profile in profiles.values())
     corrected = chosen(profiles).variance
     assert corrected == pytest.approx(max(found, plan.variance))
+
+
+@pytest.mark.parametrize(("bits", "is_believed"), [(2, True), (8, False)])
+def test_less_than_predicted_is_believed_of_few_bits_alone(bits: float, is_believed: bool) -> None:
+    """What was recorded is on the grid of 8 bits, where codes of about as many have no error, and prove nothing."""
+    steps = record(Mixed(), *mixed_batch())
+    latest, profiles = profiled(steps, dict.fromkeys(measure_step(steps, CONFIG)[0], 8.0))
+
+    def choose() -> Plan:
+        config = replace(CONFIG, adaptive=False, budget_bits=bits)
+        return choose_plan([profile.tensors() for profile in profiles.values()], config, "", None)
+
+    plan = choose()
+    check_plan(latest, profiles, choose, 0)
+    corrected = choose().variance
+    assert plan.variance is not None and corrected is not None
+    share = corrected / plan.variance
+    assert 1 / 16 < share < 1 / 4 if is_believed else share > 0.5
 
 
 @pytest.mark.parametrize("name", ["elu", "hardswish convolutions", "relu ** 1.5"])
