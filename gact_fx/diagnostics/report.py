@@ -24,6 +24,10 @@ _COLUMNS = (
 )  # fmt: skip
 _RIGHT = ("graph", "bits", "sensitivity", "before", "after")
 
+# A report that saves less says which tensors are to blame, and so many of them at most.
+LITTLE = 2.0
+MOST_BLAMED = 3
+
 
 class Stages(tuple[tuple[Stage, ...], ...]):
     """The pipeline as it ran, graph by graph; prints as a table."""
@@ -158,6 +162,14 @@ def _lines(report: Report) -> Iterator[str]:
         bits = f", {report.average_bits:.2f} bits per compressed element" if report.average_bits else ""
         sizes = f"{size(report.bytes_before)} before, {size(report.bytes_after)} after"
         yield f"held for backward: {sizes} ({report.ratio:.1f}x{bits})"
+        if report.ratio < LITTLE and report.bytes_after:
+            largest = sorted(shown, key=lambda row: row.bytes_after, reverse=True)[:MOST_BLAMED]
+            yield f"most of that: {'; '.join(map(_blame, largest))}"
+
+
+def _blame(row: Row) -> str:
+    stored = f"{row.bits} bits" if row.bits is not None else row.reason or row.encoding
+    return f"{row.name} ({', '.join(filter(None, (row.op, size(row.bytes_after), stored)))})"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

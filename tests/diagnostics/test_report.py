@@ -1,8 +1,10 @@
 import json
 
 import pytest
+import torch
 from activation_bytes import activation_bytes
 from conftest import Mixed, mixed_batch
+from torch import nn
 
 import gact_fx
 from gact_fx import Report
@@ -54,3 +56,15 @@ def test_bytes_are_those_that_autograd_holds(inner: str) -> None:
     loss = model(*batch)
     held = activation_bytes(loss, exclude=[*model.parameters(), *model.buffers(), *batch])
     assert held == pytest.approx(gact_fx.inspect(model).bytes_after, rel=0.02)
+
+
+def test_a_small_saving_is_blamed_on_what_is_largest() -> None:
+    # Which Dynamo leaves to eager PyTorch, whose kernel saves a workspace.
+    model = gact_fx.compile(nn.LSTM(16, 32), inner="eager")
+    for _ in range(2):
+        model(torch.randn(8, 4, 16))[0].sum().backward()
+    report = gact_fx.inspect(model)
+    largest = max(report.rows, key=lambda row: row.bytes_after)
+    last = str(report).splitlines()[-1]
+    assert report.ratio < 2
+    assert last.startswith(f"most of that: {largest.name} (") and largest.reason in last
