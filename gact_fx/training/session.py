@@ -114,7 +114,8 @@ class Session:
 
     def profile_unforeseen(self) -> None:
         """Have the next step profiled, as often as may be, if the plan was made without a graph that ran."""
-        if self._afterthoughts < MOST_AFTERTHOUGHTS and any(map(self.is_unforeseen, self.graphs)):
+        may_ask = self.lifecycle.state is State.PLANNED and self._afterthoughts < MOST_AFTERTHOUGHTS
+        if may_ask and any(map(self.is_unforeseen, self.graphs)):
             self._afterthoughts += 1
             say("the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()

@@ -102,3 +102,14 @@ def test_a_plan_that_was_given_stays() -> None:
     other.train()
     steps(other, 3)
     assert gact_fx.inspect(other).plan is plan
+
+
+def test_a_model_that_runs_several_times_in_a_step() -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    for is_training in (False, False, True, True, True, True):
+        model.train(is_training)
+        sum(model(X) for _ in range(4)).backward()
+    assert has_plans_for_all(model)
+    session = session_of(model)
+    # What four runs of one step ask for counts once.
+    assert session is not None and session._afterthoughts == 1
