@@ -46,7 +46,7 @@ class Result:
     predicted: float
     variance: float
     squared_bias: float
-    of_sound: float = math.nan
+    of_sound: float | None = None
 
     @property
     def error(self) -> float:
@@ -74,7 +74,7 @@ def measure_beside_sound(build: Build, name: str, bits: int, draws: int, inner: 
     found = measure(build, name, bits, draws, inner)
     with patch("gact_fx.planning.budget.list_choices", sound_choices):
         sound = measure(build, name, bits, draws, inner)
-    return replace(found, of_sound=found.error / sound.error if sound.error > 0 else math.nan)
+    return replace(found, of_sound=found.error / sound.error if sound.error > 0 else None)
 
 
 def measure(build: Build, name: str, bits: int, draws: int, inner: str) -> Result:
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _cell(result: Result) -> str:
-    of_sound = "" if math.isnan(result.of_sound) else f" {result.of_sound:6.2f}"
+    of_sound = "" if result.of_sound is None else f" {result.of_sound:6.2f}"
     return f"{math.sqrt(result.predicted):8.2%} {result.error:8.2%} {result.ratio:8.2f}{of_sound}"
 
 

@@ -24,7 +24,7 @@ _COLUMNS = (
 )  # fmt: skip
 _RIGHT = ("graph", "bits", "sensitivity", "before", "after")
 
-# A report that saves less says which tensors are to blame, and so many of them at most.
+# A report that saves less than so many times names the largest tensors, so many at most.
 LITTLE = 2.0
 MOST_BLAMED = 3
 
@@ -163,8 +163,9 @@ def _lines(report: Report) -> Iterator[str]:
         sizes = f"{size(report.bytes_before)} before, {size(report.bytes_after)} after"
         yield f"held for backward: {sizes} ({report.ratio:.1f}x{bits})"
         if report.ratio < LITTLE and report.bytes_after:
-            largest = sorted(shown, key=lambda row: row.bytes_after, reverse=True)[:MOST_BLAMED]
-            yield f"most of that: {'; '.join(map(_blame, largest))}"
+            stored = [row for row in shown if row.bytes_after]
+            largest = sorted(stored, key=lambda row: row.bytes_after, reverse=True)[:MOST_BLAMED]
+            yield f"the largest: {', '.join(map(_blame, largest))}"
 
 
 def _blame(row: Row) -> str:

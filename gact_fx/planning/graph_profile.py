@@ -45,7 +45,7 @@ def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProf
     found: dict[str, GraphProfile] = {}
     for profiles in several:
         for key, profile in profiles.items():
-            known = found.setdefault(key, GraphProfile(profile.analysis))
+            known = found.setdefault(key, GraphProfile(profile.analysis, correction=profile.correction))
             known.runs = max(known.runs, profile.runs)
             known.correction = max(known.correction, profile.correction)
             for name, factor in profile.excess.items():

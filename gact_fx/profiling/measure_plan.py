@@ -28,6 +28,8 @@ from gact_fx.profiling.tape import Place, Step
 # Elements from which on one draw of noise says enough.
 ENOUGH = 2**18
 MOST_DRAWS = 4
+# A gradient of so many elements differs little from draw to draw.
+FEW = 2**10
 Given = dict[str, Callable[[], torch.Tensor]]
 
 
@@ -40,12 +42,18 @@ class PlanMeter:
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
         self._exact = [step.outputs or graph.replay.run({}) for graph, step in zip(self._graphs, steps, strict=True)]
-        ends = (x for step, outputs in zip(steps, self._exact, strict=True) for x in step.ends(outputs))
+        ends = [x for step, outputs in zip(steps, self._exact, strict=True) for x in step.ends(outputs)]
+        self._numel = sum(x.numel() for x in ends)
         self.squared_norm = sum(map(squared_norm, ends))
 
     def squared_error(self, plan: Plan, without: AbstractSet[Place] = frozenset()) -> float:
         """The squared distance to the recorded gradient, the mean over draws; ``without`` what stays as recorded."""
         return sum(self._drawn(plan, draw, without) for draw in range(self._draws)) / self._draws
+
+    def largest_error(self, plan: Plan) -> float:
+        """The largest squared distance of several draws; more of a gradient that has few elements."""
+        draws = MOST_DRAWS if self._numel > FEW else 2 * MOST_DRAWS
+        return max(self._drawn(plan, draw, frozenset()) for draw in range(draws))
 
     def _drawn(self, plan: Plan, draw: int, without: AbstractSet[Place]) -> float:
         changes = GradientChanges(self._steps)

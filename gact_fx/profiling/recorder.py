@@ -59,9 +59,10 @@ class Recorder:
         return steps
 
     def record_next(self) -> None:
-        """Record the next step, as if it were an ``every``-th one."""
+        """Record the next step, as if it were an ``every``-th one, unless one is being recorded."""
         assert self.every is not None
-        self._begun = self.every - 1
+        if self._tape is None:
+            self._begun = self.every - 1
 
     def restart(self) -> None:
         """Count steps from the next one on."""
@@ -146,17 +147,25 @@ class Recorder:
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Forget the step in which an exception is raised, so that the next one is recorded in its place."""
+        """Forget the step in which an exception is raised.
+
+        With ``every`` 1, and where it was not due, the next one is recorded in its place. Else there is a plan, and
+        what does not fit when it is profiled may fit when it is not.
+        """
         try:
             yield
         except BaseException as error:
             if self.every is not None and not self._stopped:
+                goes_on = self._tape is not None and self.every > 1 and self._begun % self.every == 0
                 if self._tape is not None:
-                    name = type(error).__name__
-                    log.warning("%s in a step that was to be profiled; the next step takes its place", name)
+                    outcome = "the plan there is stays" if goes_on else "the next step takes its place"
+                    log.warning("%s in a step that was to be profiled; %s", type(error).__name__, outcome)
                 self._tape, self._gradients = None, {}
                 self._waiting, self._has_gradients = {}, False
-                self._begun -= 1
+                if goes_on:
+                    self.on_next(False)
+                else:
+                    self._begun -= 1
             raise
 
     def _finish(self) -> None:

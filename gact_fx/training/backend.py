@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -80,8 +81,8 @@ class Backend:
             run = without_views(run, graph.pair.num_user_outputs)
         if not self._interpreted:
             run = (session.run_counts.backward if is_backward else session.run_counts.forward)(run, graph)
-            if is_backward and session.is_unforeseen(graph):
-                run = _preceded_by(session.profile_unforeseen, run)
+            if is_backward:
+                run = _preceded_by(partial(session.runs_backward, graph), run)
             if session.eager_regions is not None and not is_backward:
                 entries = graph.plan.entries()
                 crossing = [
@@ -116,7 +117,8 @@ def run_states(
     every, lifecycle, learn = session.config.profile_every, session.lifecycle, Learner(session).learn_from
     counts, copies = lambda: ranks.in_step, lambda: ranks.is_sharded
     first = samples or Recorder(learn, every=1, counts=counts, copies=copies)
-    # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan.
+    # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan. Without
+    # ``profile_every``, steps are recorded on demand alone.
     again = Recorder(learn, max(every or sys.maxsize, 2), 2, lifecycle.profile_again, counts, copies)
 
     def profile_next() -> None:
@@ -133,7 +135,7 @@ def run_states(
             return compile(Backend(session, interpreted=True, recorder=again))
         if state is State.PLANNED:
             again.restart()
-            return compile(Backend(session, recorder=again if every else None))
+            return compile(Backend(session, recorder=again))
         return compile(uncompressed(session.config.inner))
 
     lifecycle.run(compiled)

@@ -38,7 +38,7 @@ class MeasuredStep:
 def check_plan(
     latest: MeasuredStep, profiles: Mapping[str, GraphProfile], choose: Callable[[], Plan], seed: int
 ) -> None:
-    """Write into ``profiles`` how much more than predicted the codes of ``choose()`` add on the ``latest`` step.
+    """Write into ``profiles`` how much more or less than predicted codes of ``choose()`` add on the ``latest`` step.
 
     ``choose`` makes the plan from the profiles, and is called again where these change.
     """
@@ -51,7 +51,7 @@ def check_plan(
             return
         found, excess = meter.squared_error(plan), {key: dict(profile.excess) for key, profile in profiles.items()}
         fine = math.fsum(predicted[at] for at in _fine(latest, plan, predicted))
-        tried.append(_Trial(found, math.fsum(predicted.values()), fine, excess))
+        tried.append(_Trial(plan, found, math.fsum(predicted.values()), fine, excess))
         if found <= TOLERANCE * tried[-1].predicted + LEAST * meter.squared_norm or len(tried) == ROUNDS:
             break
         blamed = _blamed(meter, plan, predicted, found)
@@ -62,23 +62,28 @@ def check_plan(
         if not blamed:
             break
     best = min(tried, key=lambda trial: trial.found if math.isfinite(trial.found) else math.inf)
-    for key, profile in profiles.items():
-        profile.excess = best.excess[key]
-        is_known = best.predicted > 0 and math.isfinite(best.found)
-        least = min(best.found + best.fine, best.predicted)
-        profile.correction = max(best.found, least) / best.predicted if is_known else 1.0
+    correction = 1.0
+    if TOLERANCE * best.found < best.predicted:
+        # Of a gradient with few elements a single draw may say anything.
+        correction = min((meter.largest_error(best.plan) + best.fine) / best.predicted, 1.0)
+    elif best.predicted > 0 and math.isfinite(best.found):
+        correction = max(best.found / best.predicted, 1.0)
+    for key in {graph_fingerprint(step.analysis.saved) for step in latest.steps}:
+        profiles[key].excess = best.excess[key]
+        profiles[key].correction = correction
     if best.found > TOLERANCE * best.predicted + LEAST * meter.squared_norm:
         log.info("codes together add %.3g times what was predicted of each", best.found / max(best.predicted, _SMALL))
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A plan's squared error, found and predicted, and the excess by which it was made, by graph and tensor.
+    """A plan, its squared error, found and predicted, and the excess by which it was made, by graph and tensor.
 
     ``fine`` is the part that is predicted of codes of more than 4 bits. What was recorded is on the grid of 8 bits or
     bfloat16 already, where such codes may show less error than they will have.
     """
 
+    plan: Plan
     found: float
     predicted: float
     fine: float

@@ -47,7 +47,7 @@ class Learner:
             self._report_failure(error)
             if not isinstance(error, Exception):
                 raise
-        # Where it was another graph's turn.
+        # The step may have run other graphs than the one it was profiled for.
         self._session.profile_unforeseen()
 
     def _variance(self, last: LeafGradients, gradients: LeafGradients) -> float | None:

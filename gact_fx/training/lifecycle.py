@@ -26,7 +26,8 @@ class State(Enum):
 _NEXT = {
     State.PROFILING: {State.PLANNED, State.FAILED},
     State.PLANNED: {State.PLANNED, State.PROFILING_AGAIN},
-    State.PROFILING_AGAIN: {State.PLANNED},
+    # Two threads may ask for it at once.
+    State.PROFILING_AGAIN: {State.PLANNED, State.PROFILING_AGAIN},
     # Another rank may have a plan, or fail as well.
     State.FAILED: {State.PLANNED, State.FAILED},
     State.UNCOMPRESSED: set(),

@@ -16,7 +16,7 @@ from gact_fx.training.usage_error import first_line
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Gradients = dict[torch.Tensor, torch.Tensor]
-# Within what this gives, the model, which is its value, runs as it was before compilation.
+# Gives a context in which the model runs as it was before compilation; `with` gives the model.
 Uncompiled = Callable[[], contextlib.AbstractContextManager[Any]]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from gact_fx.codec.packed_tensors import compressed_saved_tensors
 from gact_fx.graphs.dynamo import is_of_backend
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import Recorder
@@ -73,11 +72,9 @@ def profile_batches(
         for count, batch in enumerate(several, start=1):
             # What was recorded must not be there while the next batch is.
             latest = None
-            if count == 1:
-                # Hooks, lazy modules: what a first call does makes other graphs than those of training.
-                with uncompiled() as original, compressed_saved_tensors():
-                    _loss(original, batch, loss_fn, 0)
             gradients, steps = _run(model, recorder, batch, loss_fn, count - 1)
+            if count == 1 and _runs_other_graphs(model, session, recorder, batch, loss_fn):
+                gradients, steps = _run(model, recorder, batch, loss_fn, 0)
             graphs += len(steps)
             if are_finite(gradients.values()):
                 noise.add(gradients)
@@ -106,6 +103,15 @@ def profile_batches(
         latest = MeasuredStep(_run(model, recorder, batch, loss_fn, count)[1], sensitivities)
     session.check(latest)
     session.make_plan()
+
+
+def _runs_other_graphs(model: Any, session: Session, recorder: Recorder, batch: Any, loss_fn: LossFunction) -> bool:
+    """Whether a second call runs other graphs: some models prepare themselves in their first, which breaks it up."""
+    known = session.rewritten
+    _loss(model, batch, loss_fn, 0)
+    # The tape holds what this forward pass saved.
+    recorder.start()
+    return session.rewritten > known
 
 
 def _run(model: Any, recorder: Recorder, batch: Any, loss_fn: LossFunction, index: int) -> tuple[Gradients, list[Step]]:

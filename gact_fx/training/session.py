@@ -55,6 +55,8 @@ class Session:
         self.plan_was_given = plan is not None
         self.profiles: dict[str, GraphProfile] = {}
         self.graphs: list[RewrittenGraph] = []
+        # How many graphs were rewritten, those for profiling included.
+        self.rewritten = 0
         self.run_counts = RunCounts()
         self.eager_regions = eager_regions
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -66,8 +68,8 @@ class Session:
         # Has the next step profiled, where the model can.
         self.profile_next: Callable[[], None] = lambda: None
         self._afterthoughts = 0
-        # The graphs that were measured since there is the present plan.
-        self._measured: set[str] = set()
+        # The graphs that ran backward since there is the present plan, or since one ran that it was made without.
+        self._running: set[str] = set()
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
@@ -91,6 +93,7 @@ class Session:
 
         context = Context(self.config, find_plan, is_profiling=profiling, keeps_text=not profiling)
         graph = rewrite(joint, context, self.passes)
+        self.rewritten += 1
         if profiling:
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:
@@ -102,9 +105,9 @@ class Session:
         return graph
 
     def is_unforeseen(self, graph: RewrittenGraph) -> bool:
-        """Whether the plan was made without ``graph``, as where a model's first call prepares what later ones find.
+        """Whether the plan was made without ``graph``.
 
-        A graph whose sizes vary is one of those that the plan was made with, traced anew.
+        Where sizes vary, a graph much like one that the plan was made with is taken for the same, traced anew.
         """
         if self.plan is None or self.plan_was_given or self._is_among_ranks or not graph.analysis.quantized():
             return False
@@ -112,10 +115,19 @@ class Session:
         is_known = self.plan.graph(graph.plan.fingerprint) is not None
         return not is_known and not (varies and self.plan.nearest(graph.analysis.saved) is not None)
 
+    def runs_backward(self, graph: RewrittenGraph) -> None:
+        """Take note that a graph runs backward by the plan; one that is unforeseen has the next step profiled."""
+        if self.is_unforeseen(graph) and graph.plan.fingerprint not in self._running:
+            # What ran before may not run any more: the model may have changed from evaluation to training.
+            self._running.clear()
+        self._running.add(graph.plan.fingerprint)
+        self.profile_unforeseen()
+
     def profile_unforeseen(self) -> None:
-        """Have the next step profiled, as often as may be, if the plan was made without a graph that ran."""
-        may_ask = self.lifecycle.state is State.PLANNED and self._afterthoughts < MOST_AFTERTHOUGHTS
-        if may_ask and any(map(self.is_unforeseen, self.graphs)):
+        """Have the next step profiled if the plan was made without a graph that runs; at most three times."""
+        if self.lifecycle.state is not State.PLANNED or self._afterthoughts >= MOST_AFTERTHOUGHTS:
+            return
+        if any(graph.plan.fingerprint in self._running and self.is_unforeseen(graph) for graph in self.graphs):
             self._afterthoughts += 1
             say("the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
@@ -174,15 +186,18 @@ class Session:
         try:
             with profiling_bar() as bar:
                 measured = self.measure(steps, bar)
-            if measured is not None and self.profiles:
-                # Not every graph runs in every step, and some ran in a first step alone.
-                self._measured |= self.profiles.keys()
-                running = self._measured | {graph.plan.fingerprint for graph in self.graphs}
-                self.profiles = {key: known[key] for key in known.keys() & running} | self.profiles
-                self.check(measured)
-                self._has_sample = True
-                if not self._is_among_ranks:
-                    self.make_plan()
+            if measured is None or not self.profiles:
+                self.profiles = known
+                return
+            if not self._is_among_ranks:
+                # Not every graph runs in every step. What all ranks together know is not one rank's to bring again.
+                others = self._running - self.profiles.keys()
+                self._running |= self.profiles.keys()
+                self.profiles = {key: known[key] for key in known if key in others} | self.profiles
+            self.check(measured)
+            self._has_sample = True
+            if not self._is_among_ranks:
+                self.make_plan()
         except BaseException:
             self.profiles = known
             raise
@@ -250,7 +265,7 @@ class Session:
     def adopt(self, plan: Plan) -> None:
         """Run ``plan`` from now on."""
         self.plan, self._has_sample = plan, False
-        self.graphs, self.run_counts, self._measured = [], RunCounts(), set()
+        self.graphs, self.run_counts, self._running = [], RunCounts(), set()
         if self.eager_regions is not None:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()

@@ -67,4 +67,4 @@ def test_a_small_saving_is_blamed_on_what_is_largest() -> None:
     largest = max(report.rows, key=lambda row: row.bytes_after)
     last = str(report).splitlines()[-1]
     assert report.ratio < 2
-    assert last.startswith(f"most of that: {largest.name} (") and largest.reason in last
+    assert last.startswith(f"the largest: {largest.name} (") and largest.reason in last

@@ -185,3 +185,25 @@ def test_what_backward_gave_is_kept_until_somebody_writes_to_it() -> None:
         for kept, found in zip(step.outputs, again, strict=not is_written_to):
             assert kept is found is None or torch.equal(kept, found)
         weight.grad = None
+
+
+@pytest.mark.parametrize("seed", [8, 14, 15])
+def test_what_a_single_number_shows_by_chance_is_not_believed(seed: int) -> None:
+    """One draw of a gradient of one element may be a hundredth of its deviation."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 512).requires_grad_(False)
+            self.last = nn.Linear(512, 512).requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last((self.first(x) * self.scale).tanh()).square().mean()
+
+    torch.manual_seed(seed)
+    model, batches = Scaled(), [(torch.randn(1024, 64),)]
+    gact_fx.compile(model, inner="eager", budget_bits=2, sample_batches=batches, seed=seed, recompute="off")
+    found = gact_fx.measure_gradient_error(model, batches, draws=16)
+    assert found.predicted_variance is not None
+    assert (found.total.variance + found.total.bias_estimate**2) / found.predicted_variance < 4

@@ -1,5 +1,6 @@
 """Graphs that the plan was made without are profiled in a later step."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
+from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.training.lifecycle import State
 from gact_fx.training.model import session_of
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
@@ -113,3 +116,61 @@ def test_a_model_that_runs_several_times_in_a_step() -> None:
     session = session_of(model)
     # What four runs of one step ask for counts once.
     assert session is not None and session._afterthoughts == 1
+
+
+def test_a_forward_pass_that_the_loss_ignores() -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    steps(model, 2)
+    model.train()
+    batches = []
+    for _ in range(8):
+        x = X.clone()
+        batches.append(weakref.ref(x))
+        loss = model(x)
+        model(x)
+        loss.backward()
+        del x, loss
+    assert has_plans_for_all(model)
+    # Nothing of a step that was recorded stays.
+    assert sum(batch() is not None for batch in batches) <= 1
+
+
+def test_graphs_that_do_not_run_any_more_take_nothing_from_the_budget() -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    steps(model, 2)
+    model.train()
+    steps(model, 4)
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and len(plan.graphs) == 1
+
+
+def test_a_step_that_fails_when_it_is_profiled_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    steps(model, 2)
+    model.train()
+    run, failures = GraphInterpreter.call_function, 0
+
+    def fail(self: GraphInterpreter, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.gact_fx.compress.default:
+            raise torch.OutOfMemoryError("in a graph that is profiled")
+        return run(self, target, args, kwargs)
+
+    for _ in range(12):
+        session = session_of(model)
+        assert session is not None
+        with monkeypatch.context() as patch:
+            if session.lifecycle.state is State.PROFILING_AGAIN:
+                patch.setattr(GraphInterpreter, "call_function", fail)
+            try:
+                steps(model, 1)
+            except torch.OutOfMemoryError:
+                failures += 1
+    assert failures == 3
+
+
+def test_a_plan_of_two_graphs_stays_when_one_of_them_is_profiled_again() -> None:
+    model = gact_fx.compile(Net(), inner="eager", profile_every=5)
+    for step in range(14):
+        steps(model, 1, second=step % 2 == 1)
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and len(plan.graphs) == 2
