@@ -48,9 +48,8 @@ def compile(
         model: module or callable to train.
         budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
             included, in [1, 16]; ``None`` gives exactly torch.compile. Left at its default, it yields to ``config``.
-        sample_batches: batches to choose the bits on, before training; of a loader the first 8 are taken, and the very
-            first runs more than once, since a model may prepare itself in its first call. Without them the first
-            training step is the sample, and runs at 8 bits, operator by operator.
+        sample_batches: batches to choose the bits on, before training; of a loader the first 8 are taken. Without them
+            the first training step is the sample, and runs at 8 bits, operator by operator.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
             ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
         config: all options at once; ``overrides`` are single fields of :class:`Config` laid over it.

@@ -44,6 +44,8 @@ class Recorder:
     _waiting: dict[Hashable, int] = field(default_factory=dict, init=False)
     _has_gradients: bool = field(default=False, init=False)
     _begun: int = field(default=0, init=False)
+    # Whether `record_next` asked for the present step, or the next one.
+    _is_asked_for: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
     _has_warned: bool = field(default=False, init=False)
 
@@ -62,7 +64,7 @@ class Recorder:
         """Record the next step, as if it were an ``every``-th one, unless one is being recorded."""
         assert self.every is not None
         if self._tape is None:
-            self._begun = self.every - 1
+            self._begun, self._is_asked_for = self.every - 1, True
 
     def restart(self) -> None:
         """Count steps from the next one on."""
@@ -147,22 +149,22 @@ class Recorder:
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """Forget the step in which an exception is raised.
+        """Forget the step in which an exception is raised, so that the next one is recorded in its place.
 
-        With ``every`` 1, and where it was not due, the next one is recorded in its place. Else there is a plan, and
-        what does not fit when it is profiled may fit when it is not.
+        One that `record_next` asked for is given up: it may take memory that others do not need.
         """
         try:
             yield
         except BaseException as error:
             if self.every is not None and not self._stopped:
-                goes_on = self._tape is not None and self.every > 1 and self._begun % self.every == 0
+                is_given_up = self._tape is not None and self._is_asked_for
                 if self._tape is not None:
-                    outcome = "the plan there is stays" if goes_on else "the next step takes its place"
+                    outcome = "the plan there is stays" if is_given_up else "the next step takes its place"
                     log.warning("%s in a step that was to be profiled; %s", type(error).__name__, outcome)
                 self._tape, self._gradients = None, {}
                 self._waiting, self._has_gradients = {}, False
-                if goes_on:
+                if is_given_up:
+                    self._is_asked_for = False
                     self.on_next(False)
                 else:
                     self._begun -= 1
@@ -172,6 +174,7 @@ class Recorder:
         steps, gradients = self._steps(), self._gradients
         self._tape, self._gradients = None, {}
         self._waiting, self._has_gradients = {}, False
+        self._is_asked_for &= not steps
         if steps:
             is_due = self.every is None or self._begun % self.every == 0
             self.on_step(steps if is_due else [], gradients)
