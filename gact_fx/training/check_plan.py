@@ -79,8 +79,9 @@ def check_plan(
 class _Trial:
     """A plan, its squared error, found and predicted, and the excess by which it was made, by graph and tensor.
 
-    ``fine`` is the part that is predicted of codes of more than 4 bits. What was recorded is on the grid of 8 bits or
-    bfloat16 already, where such codes may show less error than they will have.
+    ``fine`` is the part that is predicted of codes of more than 4 bits, or that lead to poles. What was recorded is on
+    the grid of 8 bits or bfloat16 already: such codes may show less error of it than they will have, and poles may lie
+    elsewhere.
     """
 
     plan: Plan
@@ -91,12 +92,12 @@ class _Trial:
 
 
 def _fine(latest: MeasuredStep, plan: Plan, places: Iterable[Place]) -> Iterator[Place]:
-    """Those of the ``places`` whose codes have more than 4 bits."""
+    """Those of the ``places`` whose codes have more than 4 bits, or lead to poles."""
     for index, name in places:
         saved = latest.steps[index].analysis.saved
         graph = plan.graph(graph_fingerprint(saved))
         bits = graph.entries()[next(t.key for t in saved if t.name == name)].bits if graph is not None else None
-        if bits is not None and bits > COARSE_BITS:
+        if bits is not None and (bits > COARSE_BITS or name in latest.steps[index].with_poles):
             yield index, name
 
 
