@@ -57,7 +57,7 @@ class Standardization:
     is false.
 
     ``mean`` and ``rstd`` name saved tensors with a number for every channel (dimension 1), ``sign`` names a mask that
-    is stored with the tensor; '' leaves the step out (what is centred already has no ``mean``).
+    is stored with the tensor; nothing is turned over where it is ''.
     """
 
     mean: str

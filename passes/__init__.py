@@ -4,7 +4,7 @@
 AOTAutograd traces to the pair that the inner compiler gets: first with every code at 8 bits, for profiling, then by the
 plan. A pass is a file of this folder with a function of its name, and a line here. The other files serve the passes:
 
-- ``find_refusals``, ``find_masks``, ``find_substitutes``, ``find_standardizations``, ``merge_masks`` and
+- ``find_refusals``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``, ``merge_masks`` and
   ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored;
@@ -23,6 +23,7 @@ from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
+from gact_fx.passes.move_cuts import move_cuts
 from gact_fx.passes.partition import partition
 from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("recompute_attention", recompute_attention, edits=BACKWARD),
     Pass("expose_decisions", expose_decisions, edits=BACKWARD),
     Pass("merge_coefficients", merge_coefficients, edits=BACKWARD),
+    Pass("move_cuts", move_cuts, edits=BOTH),
     Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),
     Pass("find_plan", find_plan, gives="plan"),

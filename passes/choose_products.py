@@ -7,6 +7,7 @@ for seconds.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operator_table import POLES
 from gact_fx.graphs.operators import OpOverload, packet_of
 from gact_fx.passes.encodings import Quantize
+from gact_fx.passes.find_bends import dependents_within
+from gact_fx.passes.find_masks import derivable_nodes
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
@@ -71,14 +74,14 @@ def usual_nbytes(analysis: GraphAnalysis) -> float:
 def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     sources = {value.source: value.name for value in pair.saved_values()}
     values = {value.name: value for value in pair.saved_values()}
-    backward = {node.name: node for node in pair.backward.graph.nodes}
+    derivable = derivable_nodes(pair)
     found = []
     for tensor, how in analysis.pairs():
         value = values[tensor.name]
         # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
         if not isinstance(how, Quantize):
             continue
-        if how.instead and _exponentiates(value.placeholder, backward[how.instead]):
+        if how.bends and _exponentiates(value.placeholder, derivable):
             continue
         # What computes it from other saved values and inputs, these included.
         region = ancestors(value.source.all_input_nodes, sources.__contains__)
@@ -94,10 +97,9 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     return found
 
 
-def _exponentiates(start: fx.Node, end: fx.Node) -> bool:
-    """Whether an operator through which a small error may become an unbounded one lies between two backward nodes."""
-    between = ancestors([end], lambda node: node is start) - {start}
-    return any(packet_of(node) in POLES for node in between)
+def _exponentiates(start: fx.Node, derivable: Collection[fx.Node]) -> bool:
+    """Whether a small error in ``start`` may become an unbounded one in what backward computes of saved values."""
+    return any(packet_of(node) in POLES for node in dependents_within(start, derivable) - {start})
 
 
 def _flops(node: fx.Node) -> int:

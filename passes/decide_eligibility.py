@@ -16,11 +16,20 @@ from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
-from gact_fx.passes.find_bends import Coefficients, bends, dependents_within, is_tame, poles, straight_bases
+from gact_fx.passes.find_bends import (
+    Coefficients,
+    bends,
+    dependents_within,
+    is_read_through,
+    is_tame,
+    meeting,
+    poles,
+    straight_bases,
+)
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, nodes_read
+from gact_fx.passes.find_readers import Readers, find_readers
 from gact_fx.passes.find_refusals import find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
-from gact_fx.passes.find_substitutes import Substitutes, find_coefficients, find_substitutes
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
@@ -66,44 +75,38 @@ class _Decisions:
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
-        masks, self._substitutes = self._settle(pair, saved, config)
+        masks, self._readers = self._settle(pair, saved, config)
         self._derivable = derivable_nodes(pair)
         self.aliases = _aliases(saved, self._reasons, masks)
-        # What shares its memory with another saved tensor is stored as it is.
-        shared = {*self.aliases, *self.aliases.values()}
-        instead = {name: end for name, end in self._substitutes.instead.items() if name not in shared}
         # What leads to nothing but what is stored itself is not stored.
-        read = nodes_read(pair, frozenset({*masks.hosts, *instead.values()}))
+        read = nodes_read(pair, frozenset(masks.hosts))
         self.read = frozenset(node.name for node in read if node.op == "placeholder")
-        self._instead = {name: end for name, end in instead.items() if self._nodes[end] in read}
         hosts = {mask: host for mask, host in masks.hosts.items() if self._nodes[mask] in read}
         self._masks = replace(masks, hosts=hosts, sole=masks.sole & hosts.keys())
         self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._sole = self._find_sole({t.name for t in saved if t.owner not in ("nobody", "output")})
+        kept = (t for t in saved if t.owner == "nobody" and self._reasons[t.name] and t.name in self.read)
+        self._kept = {tensor.name: tensor.storage_nbytes for tensor in kept}
         # Inputs and results lie in memory as they were traced.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
         self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
-        # Two tensors may have one end of their chains, which is stored in the place of the first.
-        self._taken: set[str] = set()
 
-    def _settle(
-        self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config
-    ) -> tuple[MaskAnalysis, Substitutes]:
+    def _settle(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> tuple[MaskAnalysis, Readers]:
         """Refuse tensors until what is left can be compressed together."""
         while True:
             _refuse_shared(saved, self._reasons)
             exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
-            whole = find_coefficients(pair, lossy)
-            masks = find_masks(pair, lossy, whole)
-            substitutes = find_substitutes(pair, lossy & masks.values, frozenset(masks.hosts), whole)
-            unmeasured = _unmeasured(substitutes.unknown, config, _aliases(saved, self._reasons, masks))
+            masks = find_masks(pair, lossy)
+            readers = find_readers(pair, lossy & masks.values, masks.hosts)
+            nonlinear = {name: f"backward is not linear in it ({reader})" for name, reader in readers.nonlinear.items()}
+            unmeasured = _unmeasured(readers.unknown, config, _aliases(saved, self._reasons, masks))
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.
             too_large = {t.name: _TOO_LARGE for t in saved if numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
-            refused = {**masks.refused, **unmeasured, **substitutes.refused, **too_large}
+            refused = {**masks.refused, **unmeasured, **nonlinear, **too_large}
             if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
-                return masks, substitutes
+                return masks, readers
             self._reasons.update(refused)
 
     def _find_sole(self, held: AbstractSet[str]) -> frozenset[str]:
@@ -120,10 +123,7 @@ class _Decisions:
         """How ``tensor`` is stored; asked for all tensors in their order."""
         name, host = tensor.name, self.aliases.get(tensor.name)
         own = tuple(mask for mask, of in self._masks.hosts.items() if of == name)
-        instead = self._instead.get(name, "")
-        # What is stored in its place may lie in another's already.
-        is_read = name in self.read or (instead and instead not in self._taken)
-        if tensor.owner in ("nobody", "output") and not (own or is_read):
+        if tensor.owner in ("nobody", "output") and not (own or name in self.read):
             return Drop(name, "backward does not read it")
         if name in self._ranges:
             found = self._ranges[name]
@@ -138,36 +138,26 @@ class _Decisions:
         if tensor.dtype is torch.bool:
             return Mask(name, "boolean, stored exactly", order)
         mask_numel = self._mask_numel.get(name, 0)
-        if not is_read:
+        if name not in self.read:
             return Mask(name, "backward only compares it", order, own, mask_numel)
-        min_bits = CURVED_BITS if name in self._substitutes.curved else 1
-        options: dict[str, Any] = {
-            "min_bits": min_bits,
-            "exact_allowed": self._sole.issuperset(own),
-            **self._bends(tensor, self._nodes[instead or name], own),
-        }
-        if not instead:
-            return Quantize(name, "", order, own, mask_numel, **options)
-        self._taken.add(instead)
-        node = self._nodes[instead]
-        order = _order(tuple(hint(step) for step in node.meta["val"].stride()), name in self._reordered)
-        reason = f"stored as what backward makes of it ({node.target})"
-        options["dtype"] = node.meta["val"].dtype
-        return Quantize(name, reason, order, own, mask_numel, instead=instead, **options)
+        min_bits, exact_allowed = CURVED_BITS if name in self._readers.attention else 1, self._sole.issuperset(own)
+        bends = self._bends(tensor, self._nodes[name], own)
+        return Quantize(name, "", order, own, mask_numel, min_bits=min_bits, exact_allowed=exact_allowed, **bends)
 
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
         """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""
-        unknown = self._substitutes.unknown.get(tensor.name)
+        unknown = self._readers.unknown.get(tensor.name)
         if unknown is not None:
             return {"bends": True, "unknown": unknown}
         # What is stored for another tensor's sake has no error of this one.
-        given = {*self._masks.hosts, *self._instead.values()}
+        given = self._masks.hosts.keys()
         chain = dependents_within(stored, self._derivable, given)
         read = tuple(mask for mask in masks if not chain.issuperset(self._nodes[mask].users))
+        statistics = tuple((n, self._kept[n]) for n in self._unread(meeting(chain, self._derivable), chain))
         # Attention that is computed again has a width of its own.
         is_straight = len(read) == len(masks) and not bends(chain, stored, (ATTENTION,))
         if is_straight or tensor.name in self.aliases.values():
-            return {}
+            return {"statistics": statistics}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
         dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
@@ -182,8 +172,14 @@ class _Decisions:
             "bends": True,
             "is_tame": tame,
             "values_allowed": tame or not self._has_poles_with_others(stored, chain),
-            "coefficients": Coefficients(names, dtype, total, read, mask_numel, retakes),
+            "coefficients": Coefficients(names, dtype, total, read, mask_numel, self._unread(ends, chain), retakes),
+            "statistics": statistics,
         }
+
+    def _unread(self, given: Sequence[fx.Node], chain: AbstractSet[fx.Node]) -> tuple[str, ...]:
+        """The kept tensors that nobody would read if the ``given`` nodes of ``chain`` were stored."""
+        kept = (self._nodes[name] for name in self._kept)
+        return tuple(node.name for node in kept if is_read_through(given, node, chain, self._derivable))
 
     def _has_poles_with_others(self, stored: fx.Node, chain: AbstractSet[fx.Node]) -> bool:
         """Whether the ``chain`` of a tensor has a pole that another rounded tensor leads to as well.
@@ -191,8 +187,8 @@ class _Decisions:
         What either does alone is measured, but ``(a + b) ** 0.5`` may be defined for all that is made of ``a``, and of
         ``b``, and not for both together.
         """
-        own, given = poles(chain, stored), {*self._masks.hosts, *self._instead.values()}
-        names = (self._instead.get(n, n) for n in self._masks.values if own and not self._reasons.get(n))
+        own, given = poles(chain, stored), self._masks.hosts.keys()
+        names = (n for n in self._masks.values if own and not self._reasons.get(n))
         others = (self._nodes[name] for name in names if self._nodes[name] is not stored)
         return any(own & poles(dependents_within(other, self._derivable, given), other) for other in others)
 
@@ -201,7 +197,7 @@ class _Decisions:
         if not isinstance(how, Quantize) or how.bends:
             return how
         value = self._values[how.name]
-        return replace(how, merges=find_merge(value, how.masks, how.instead, how.standardization, self._nodes))
+        return replace(how, merges=find_merge(value, how.masks, how.standardization, self._nodes))
 
 
 def _unmeasured(unknown: Mapping[str, str], config: Config, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -227,9 +223,9 @@ def _is_stuck(how: Quantize) -> bool:
 def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], read: frozenset[str]) -> list[Encoding]:
     """``encodings``, and what `find_standardizations` finds for quantized tensors whose blob serves no other."""
     alone = [how for how in encodings if isinstance(how, Quantize) and how.name not in shared]
-    instead, masks = {how.name: how.instead for how in alone}, {how.name: how.masks for how in alone}
+    masks = {how.name: how.masks for how in alone}
     exact = frozenset(how.name for how in encodings if isinstance(how, Keep)) & read
-    found = find_standardizations(pair, instead, masks, exact)
+    found = find_standardizations(pair, masks, exact)
     standardized = list(encodings)
     for index, how in enumerate(encodings):
         if isinstance(how, Quantize) and how.name in found:

@@ -16,7 +16,7 @@ from gact_fx.graphs.aot import SavedValue
 from gact_fx.passes.find_bends import Coefficients
 from gact_fx.passes.forward_editor import ForwardEditor
 from gact_fx.passes.merge_masks import mark_stopped
-from gact_fx.passes.reads import CoefficientsRead, InsteadRead, MaskRead, MergedRead, Read, ValueRead
+from gact_fx.passes.reads import CoefficientsRead, MaskRead, MergedRead, Read, ValueRead
 from gact_fx.passes.standardize import resolve, standardize
 from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor, Standardization
@@ -67,8 +67,7 @@ class Drop(Encoding):
         return 0
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
-        if value.source.op != "placeholder":
-            forward.save(value, forward.empty_like(value.source))
+        forward.drop(value.name)
         return ()
 
 
@@ -103,13 +102,13 @@ class Pack(Encoding):
         return self.width
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
-        code, like = Code(self.width), value.source.meta["val"]
+        code = Code(self.width)
         integers = forward.in_order(value.source, self.order)
         if self.modulus is not None:
             remainder = torch.ops.aten.remainder.Scalar
             integers = forward.add(remainder, (integers, self.modulus), f"{value.name}_positive")
         forward.save(value, forward.compress(integers, code, value.name))
-        return (ValueRead(value, value.placeholder, like, self.order, code),)
+        return (ValueRead(value, self.order, code),)
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Mask(Encoding):
         forward.save(value, forward.compress(mask, MASK_CODE, value.name))
         if self.masks:
             return (MaskRead(value, self.masks, self.order),)
-        return (ValueRead(value, value.placeholder, value.source.meta["val"], self.order, MASK_CODE),)
+        return (ValueRead(value, self.order, MASK_CODE),)
 
 
 @dataclass(frozen=True)
@@ -144,20 +143,18 @@ class Quantize(Encoding):
 
     ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
-    codes themselves can tell, if the plan says so. ``instead`` names a backward node, as large as the tensor, that is
-    stored in its place, and ``dtype`` is that node's. ``min_bits`` is the least width at which the error stays in
+    codes themselves can tell, if the plan says so. ``min_bits`` is the least width at which the error stays in
     proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may
-    do anything), and in the ``coefficients``, which may be stored instead, it is. ``exact_allowed``: the plan may keep
-    it exact, since its masks then follow from it alone. ``values_allowed``: the plan may store codes of its values, for
-    no pole lies where those of another tensor lead together with them.
+    do anything), and in the ``coefficients``, which may be stored instead, it is. ``statistics`` are the kept tensors,
+    with their bytes, that backward reads for the sake of what it computes of this one alone. ``exact_allowed``: the
+    plan may keep it exact, since its masks then follow from it alone. ``values_allowed``: the plan may store codes of
+    its values, for no pole lies where those of another tensor lead together with them.
     """
 
     order: tuple[int, ...]
     masks: tuple[str, ...] = ()
     mask_numel: int = 0
     merges: str = ""
-    instead: str = ""
-    dtype: torch.dtype | None = None
     standardization: Standardization | None = None
     min_bits: int = 1
     bends: bool = False
@@ -166,6 +163,7 @@ class Quantize(Encoding):
     exact_allowed: bool = True
     values_allowed: bool = True
     coefficients: Coefficients | None = None
+    statistics: tuple[tuple[str, int], ...] = ()
     label = "quantize"
 
     @property
@@ -195,6 +193,17 @@ class Quantize(Encoding):
         by = None if by is None else replace(by, sign=by.sign if by.sign in masks else "")
         return replace(self, masks=masks, mask_numel=self.coefficients.mask_numel, standardization=by)
 
+    def freed(self, stored: str) -> frozenset[str]:
+        """The kept tensors that nobody reads where the plan has ``stored`` this (`TensorPlan`)."""
+        if stored != "coefficients" or self.coefficients is None:
+            return frozenset()
+        return frozenset(self.coefficients.frees)
+
+    def statistics_nbytes(self, stored: str) -> int:
+        """Bytes of the ``statistics`` that are needed beside what is ``stored``."""
+        freed = self.freed(stored)
+        return sum(nbytes for name, nbytes in self.statistics if name not in freed)
+
     def admits(self, tensor: SavedTensor, entry: TensorPlan) -> bool:
         """Whether a decision made for another graph can be kept to for ``tensor``."""
         if entry.code is None:
@@ -206,43 +215,32 @@ class Quantize(Encoding):
 
     def takes_bfloat16(self, tensor: SavedTensor) -> bool:
         """Whether what is stored has a dtype that bfloat16 is half of."""
-        return self._dtype(tensor).itemsize == 4
-
-    def _dtype(self, tensor: SavedTensor) -> torch.dtype:
-        dtype = self.dtype or tensor.dtype
-        assert dtype is not None
-        return dtype
+        return tensor.dtype is not None and tensor.dtype.itemsize == 4
 
     def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
-        assert entry is not None
-        dtype = self._dtype(tensor)
+        assert entry is not None and tensor.dtype is not None
         if entry.code is None:
-            return tensor.numel * dtype.itemsize if self.instead else None
-        if entry.stored != "values":
-            assert self.coefficients is not None
-            numel = self.coefficients.numel if entry.stored == "coefficients" else tensor.numel
-            dtype = self.coefficients.dtype if entry.stored == "coefficients" else dtype
-            return entry.code.nbytes(numel, dtype, self.coefficients.mask_numel)
-        masks = self.mask_numel - (tensor.numel if entry.merged else 0)
-        return entry.code.nbytes(tensor.numel, dtype, masks)
+            return None
+        if entry.stored == "values":
+            masks = self.mask_numel - (tensor.numel if entry.merged else 0)
+            return entry.code.nbytes(tensor.numel, tensor.dtype, masks)
+        assert self.coefficients is not None
+        of = self.coefficients if entry.stored == "coefficients" else tensor
+        assert of.dtype is not None
+        return entry.code.nbytes(of.numel, of.dtype, self.coefficients.mask_numel)
 
     def bits(self, entry: TensorPlan | None) -> int | None:
         return entry.code.bits if entry is not None and entry.code is not None else None
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         assert entry is not None
-        if entry.code is not None and entry.stored == "coefficients":
-            return self._write_coefficients(value, entry.code, forward)
-        if entry.code is not None and entry.stored == "bare":
-            return self.bare()._write_codes(value, entry.code, False, forward)
-        if entry.code is not None:
-            return self._write_codes(value, entry.code, entry.merged, forward)
-        if not self.instead:
+        if entry.code is None:
             return ()
-        # As it is: what backward would make it from may not be saved any more.
-        read = forward.backward[self.instead]
-        forward.save(value, forward.derive(read))
-        return (InsteadRead(read, value.placeholder),)
+        if entry.stored == "coefficients":
+            return self._write_coefficients(value, entry.code, forward)
+        if entry.stored == "bare":
+            return self.bare()._write_codes(value, entry.code, False, forward)
+        return self._write_codes(value, entry.code, entry.merged, forward)
 
     def _write_coefficients(self, value: SavedValue, code: Code, forward: ForwardEditor) -> tuple[Read, ...]:
         assert self.coefficients is not None
@@ -251,6 +249,8 @@ class Quantize(Encoding):
         like = tuple(node.meta["val"] for node in nodes)
         joined = forward.joined([forward.derive(node) for node in nodes])
         forward.save(value, forward.compress(joined, code, value.name, mask))
+        for name in self.coefficients.frees:
+            forward.drop(name)
         return MaskRead(value, self.coefficients.masks, self.order), CoefficientsRead(value, nodes, like, code)
 
     def _write_codes(self, value: SavedValue, code: Code, is_merged: bool, forward: ForwardEditor) -> tuple[Read, ...]:
@@ -258,9 +258,7 @@ class Quantize(Encoding):
         merged = forward.backward[self.merges] if is_merged else None
         by = how.standardization
         mask = forward.packed_masks(self.name, how.masks, self.order)
-        read = forward.backward[self.instead] if self.instead else value.placeholder
-        source = forward.derive(read)
-        like = source.meta["val"]
+        source = value.source
         if by is not None:
             operands = resolve(by, lambda name: forward.derive(forward.backward[name]))
             source = standardize(source, operands, forward.add)
@@ -270,12 +268,12 @@ class Quantize(Encoding):
         if by is not None or merged is not None:
             dense = forward.laid_out(dense, source)
         blob = forward.compress(dense, code, value.name, mask)
-        aliases = tuple((alias, alias.source.meta["val"]) for alias in forward.aliases.get(self.name, ()))
-        for saved in (value, *(alias for alias, _ in aliases)):
+        aliases = tuple(forward.aliases.get(self.name, ()))
+        for saved in (value, *aliases):
             forward.save(saved, blob)
         # Standardised values are made from the masks, which come before them.
-        reads: list[Read] = [MaskRead(value, how.masks, self.order, None if by is None else read)]
+        reads: list[Read] = [MaskRead(value, how.masks, self.order, None if by is None else value.placeholder)]
         if merged is not None:
-            reads.append(MergedRead(value, merged, like, self.order, code))
+            reads.append(MergedRead(value, merged, self.order, code))
         fill = None if merged is None else "zero" if self.merges_losslessly else "mean"
-        return (*reads, ValueRead(value, read, like, self.order, code, by, fill, aliases))
+        return (*reads, ValueRead(value, self.order, code, by, fill, aliases))

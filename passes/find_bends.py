@@ -26,8 +26,8 @@ class Coefficients:
     ``numel`` elements in all.
 
     Stored in the tensor's place they need ``masks`` beside them, of ``mask_numel`` elements: those by which tangents
-    are decided. There are no ``nodes`` where these would be too many. ``retakes``: backward can take the tensor's other
-    masks from its values again.
+    are decided. There are no ``nodes`` where these would be too many. ``frees``: kept tensors that nobody reads then.
+    ``retakes``: backward can take the tensor's other masks from its values again.
     """
 
     nodes: tuple[str, ...]
@@ -35,6 +35,7 @@ class Coefficients:
     numel: int
     masks: tuple[str, ...]
     mask_numel: int
+    frees: tuple[str, ...]
     retakes: bool
 
 
@@ -109,7 +110,7 @@ def straight_bases(
     """Nodes of ``chain`` that all coefficients in it follow from by affine operators: the coefficients themselves, or
     what these came from, whichever has fewer elements. Decisions, the ``masks``, are not gone behind.
     """
-    ends = {_unmoved(node, chain) for node in chain if any(user not in derivable for user in node.users)}
+    ends = meeting(chain, derivable)
     bases: dict[fx.Node, set[fx.Node]] = {}
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in chain]
@@ -117,7 +118,22 @@ def straight_bases(
         goes_on = node is not start and not decides and _is_straight(node, chain)
         bases[node] = set().union(*(bases[i] for i in inputs)) if goes_on else {node}
     found = sorted(set[fx.Node]().union(*(bases[node] for node in ends)))
-    return min(found, sorted(ends), key=lambda nodes: sum(map(numel, nodes)))
+    return min(found, ends, key=lambda nodes: sum(map(numel, nodes)))
+
+
+def meeting(chain: Collection[fx.Node], derivable: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes of ``chain`` that meet tangents, before anything moves their elements."""
+    return sorted({_unmoved(node, chain) for node in chain if any(user not in derivable for user in node.users)})
+
+
+def is_read_through(
+    given: Collection[fx.Node], start: fx.Node, chain: Collection[fx.Node], derivable: Collection[fx.Node]
+) -> bool:
+    """Whether all that backward makes of ``start`` goes by way of the ``given`` nodes of ``chain``."""
+    if not any(node in chain for node in dependents_within(start, derivable)):
+        return False
+    nodes = dependents_within(start, derivable, {node.name for node in given})
+    return all(user in derivable for node in nodes for user in node.users)
 
 
 def moves(node: fx.Node) -> bool:

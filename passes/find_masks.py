@@ -8,7 +8,6 @@ follows from saved values alone is therefore taken in forward, and stored at one
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -33,21 +32,15 @@ class MaskAnalysis:
     sole: frozenset[str]
 
 
-def find_masks(
-    pair: GraphPair, lossy: frozenset[str], instead: Mapping[str, str] = MappingProxyType({})
-) -> MaskAnalysis:
+def find_masks(pair: GraphPair, lossy: frozenset[str]) -> MaskAnalysis:
     """Split the uses of the ``lossy`` saved tensors into exact decisions and values.
-
-    ``instead`` maps some of them to backward nodes that are stored in their place: what leads to these is not computed
-    in backward any more.
 
     A tensor that feeds a decision which cannot be taken in forward is refused, which may make other nodes exact, so the
     walk is repeated until nothing more is refused.
     """
     refused: dict[str, str] = {}
     while True:
-        stored = {node: name for name, node in instead.items() if name not in refused}
-        hosts, sole, more = _walk(pair, lossy - refused.keys(), stored)
+        hosts, sole, more = _walk(pair, lossy - refused.keys())
         if not more:
             return MaskAnalysis(hosts, refused, values_read(pair, frozenset(hosts)), sole)
         refused.update(more)
@@ -65,12 +58,9 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
     return frozenset(derivable)
 
 
-def _walk(
-    pair: GraphPair, lossy: frozenset[str], stored: Mapping[str, str]
-) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
-    """``stored``: backward nodes that are stored → the saved tensors in whose place."""
+def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
     outputs = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
-    needed = ancestors(outputs, lambda node: node.name in stored)
+    needed = ancestors(outputs)
     placeholders = {placeholder.name: placeholder for placeholder in pair.backward.graph.find_nodes(op="placeholder")}
     sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
     derivable = derivable_nodes(pair)
@@ -83,9 +73,7 @@ def _walk(
         if node.op == "output":
             continue
         sources[node] = frozenset().union(*(sources[i] for i in node.all_input_nodes))
-        if node.name in stored:
-            sources[node] = frozenset({stored[node.name]})
-        elif not sources[node] or node not in needed:
+        if not sources[node] or node not in needed:
             continue
         if _is_boolean(node) and node in derivable:
             decisions.append(node)
@@ -104,7 +92,7 @@ def _walk(
             known.add(node)
             masks.add(node)
     # Nor do those that lead to others alone, by way of numbers: of ``abs(x) < 1`` the sign.
-    masks &= ancestors(outputs, lambda node: node.name in stored or node in masks)
+    masks &= ancestors(outputs, masks.__contains__)
     hosts: dict[str, str] = {}
     for node in sorted(masks):
         tensors = [placeholders[name] for name in sources[node]]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import ancestors, behind
+from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operator_table import BATCH_NORMS, RESHAPES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import have_same_shape, hint
@@ -27,19 +27,18 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def find_standardizations(
-    pair: GraphPair, instead: Mapping[str, str], masks: Mapping[str, Sequence[str]], exact: frozenset[str]
+    pair: GraphPair, masks: Mapping[str, Sequence[str]], exact: frozenset[str]
 ) -> dict[str, Standardization]:
     """Saved tensor → how its values are standardised, where they can be.
 
-    ``instead`` maps the tensors to the backward nodes stored in their place (or ''), ``masks`` to the masks that travel
-    with them; ``exact`` are the saved tensors that are kept and that backward reads.
+    ``masks`` maps the tensors to the masks that travel with them; ``exact`` are the saved tensors that are kept, and
+    that backward reads.
     """
     values = {value.name: value for value in pair.saved_values()}
     names = {value.source: name for name, value in values.items() if name in exact}
-    sources = {value.placeholder: value.source for value in values.values()}
     backward = {node.name: node for node in pair.backward.graph.nodes}
     found = {}
-    for name, other in instead.items():
+    for name, own in masks.items():
         source = values[name].source
         value = source.meta["val"]
         # A varying number of channels is not worth a guard.
@@ -48,16 +47,8 @@ def find_standardizations(
         means, rstds = _statistics(source)
         mean = next((names[node] for node in means if node in names), "")
         rstd = next((names[node] for node in rstds if node in names), "")
-        if other:
-            # Backward reads the tensor less its mean, or something else altogether.
-            node = backward[other]
-            is_centred = node.target is aten.sub.Tensor and node.args[0] is values[name].placeholder and bool(rstd)
-            # Some number may be subtracted: those of a channel then do not sum to zero.
-            is_centred = is_centred and sources.get(behind(node.args[1], RESHAPES)) in means
-            if is_centred:
-                found[name] = Standardization("", rstd, _sign(node, masks[name], backward))
-        elif mean and rstd:
-            found[name] = Standardization(mean, rstd, _sign(values[name].placeholder, masks[name], backward))
+        if mean and rstd:
+            found[name] = Standardization(mean, rstd, _sign(values[name].placeholder, own, backward))
     return found
 
 

@@ -26,11 +26,20 @@ class ForwardEditor:
         self.backward = {node.name: node for node in pair.backward.graph.nodes}
         self._pair = pair
         self._forward = {node.name: node for node in pair.forward.graph.nodes}
-        self._sources = {value.placeholder: value.source for value in pair.saved_values()}
+        self._values = {value.name: value for value in pair.saved_values()}
+        self._sources = {value.placeholder: value.source for value in self._values.values()}
 
     def save(self, value: SavedValue, replacement: fx.Node) -> None:
         """Save ``replacement`` in the slot of ``value``."""
         self._pair.replace_saved(value, replacement)
+
+    def drop(self, name: str) -> None:
+        """Save an empty tensor in the slot of the value ``name``, which nobody reads."""
+        value = self._values[name]
+        if value.source.op != "placeholder":
+            graph = self._pair.forward.graph
+            with graph.inserting_before(graph.output_node()):
+                self.save(value, add_full(graph, [0], 0, value.source.meta["val"]))
 
     def add(self, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
         """A call right after the last use of what it reads."""
@@ -95,9 +104,3 @@ class ForwardEditor:
         if view is source:
             return view
         return self.add(aten.clone.default, (view,), f"{source.name}_laid_out", memory_format=torch.contiguous_format)
-
-    def empty_like(self, node: fx.Node) -> fx.Node:
-        """An empty tensor of the dtype and on the device of ``node``."""
-        graph = self._pair.forward.graph
-        with graph.inserting_before(graph.output_node()):
-            return add_full(graph, [0], 0, node.meta["val"])

@@ -31,14 +31,23 @@ def is_counted(tensor: SavedTensor) -> bool:
 
 def fixed_nbytes(analysis: GraphAnalysis) -> int:
     """Bytes that a graph holds whatever the plan: what is kept, masks and packed integers."""
-    return _nbytes([(t, how.nbytes(t, None)) for t, how in analysis.pairs() if not isinstance(how, Quantize)])
+    optional = {name for _, how in analysis.quantized() for name, _ in how.statistics}
+    fixed = [(t, how) for t, how in analysis.pairs() if not isinstance(how, Quantize) and t.name not in optional]
+    return _nbytes([(t, how.nbytes(t, None)) for t, how in fixed])
+
+
+def freed(analysis: GraphAnalysis, entries: Mapping[str, TensorPlan]) -> set[str]:
+    """The kept tensors that nobody reads by a plan's ``entries``."""
+    stored = {key: entry.stored for key, entry in entries.items() if entry.code is not None}
+    return {name for t, how in analysis.quantized() for name in how.freed(stored.get(t.key, "values"))}
 
 
 def held_nbytes(analysis: GraphAnalysis, entries: Mapping[str, TensorPlan] | None) -> int:
     """Bytes that a graph holds for backward by a plan's ``entries``, or without compression, where these are None."""
     if entries is None:
         return _nbytes([(tensor, None) for tensor in analysis.saved])
-    return _nbytes([(tensor, how.nbytes(tensor, entries.get(tensor.key))) for tensor, how in analysis.pairs()])
+    pairs, unread = analysis.pairs(), freed(analysis, entries)
+    return _nbytes([(t, how.nbytes(t, entries.get(t.key))) for t, how in pairs if t.name not in unread])
 
 
 def _nbytes(tensors: Iterable[tuple[SavedTensor, int | None]]) -> int:

@@ -37,18 +37,18 @@ class Stopped:
 
 
 def find_merge(
-    value: SavedValue, masks: Sequence[str], instead: str, by: Standardization | None, backward: Mapping[str, fx.Node]
+    value: SavedValue, masks: Sequence[str], by: Standardization | None, backward: Mapping[str, fx.Node]
 ) -> str:
     """The one of a tensor's ``masks`` that its codes can tell, true where a ReLU stops the values; '' if there is none.
 
-    ``instead`` and ``by`` say what is coded in the tensor's place and how it is standardised.
+    ``by`` says how the tensor is standardised.
     """
     # The steps of groups with NaN have 4 bits of mantissa, but float64's a single one.
     if value.source.meta["val"].dtype == torch.float64:
         return ""
     if by is not None:
         return by.sign if by.sign and _is_relu(backward[by.sign]) else ""
-    if instead or value.source.target is not aten.relu.default:
+    if value.source.target is not aten.relu.default:
         return ""
     relus = [mask for mask in masks if _is_relu(backward[mask])]
     # What is compared may have got another name.

@@ -48,8 +48,9 @@ class _Editor:
         """The mask that codes tell, from values of its own: it may be needed long before they are."""
         if not read.mask.users:
             return
+        like = read.value.source.meta["val"]
         with self._graph.inserting_before(min(read.mask.users)):
-            _, values = load_blob(self._sizes, read.value, read.like.shape, read.like.dtype, read.code, read.order)
+            _, values = load_blob(self._sizes, read.value, like.shape, like.dtype, read.code, read.order)
             self._give(read.mask, find_stopped(values, partial(add_call, self._graph)))
 
     def load_masks(self, read: MaskRead) -> None:

@@ -14,7 +14,7 @@ from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.load_blob import decompress, load_blob, replace_reads
 from gact_fx.passes.merge_masks import fill_stopped
 from gact_fx.passes.pipeline import Context
-from gact_fx.passes.reads import CoefficientsRead, InsteadRead, ValueRead
+from gact_fx.passes.reads import CoefficientsRead, ValueRead
 from gact_fx.passes.standardize import resolve, unstandardize
 
 aten = torch.ops.aten
@@ -25,9 +25,7 @@ def read_values(pair: GraphPair, context: Context) -> None:
     sizes = SizeBuilder(pair.backward.graph)
     nodes = {node.name: node for node in pair.backward.graph.nodes} | dict(context.exact_masks)
     for read in context.reads:
-        if isinstance(read, InsteadRead):
-            replace_reads(read.read, read.placeholder, set())
-        elif isinstance(read, ValueRead):
+        if isinstance(read, ValueRead):
             _load_values(read, sizes, nodes)
         elif isinstance(read, CoefficientsRead):
             _load_coefficients(read, sizes)
@@ -52,8 +50,9 @@ def _load_coefficients(read: CoefficientsRead, sizes: SizeBuilder) -> None:
 
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
     """``nodes``: those of backward by name, and in the place of masks those that stand for them."""
-    value, like, graph = read.value, read.like, read.value.placeholder.graph
-    replaced = [read.read, *(alias.placeholder for alias, _ in read.aliases)]
+    value, graph = read.value, read.value.placeholder.graph
+    like = value.source.meta["val"]
+    replaced = [value.placeholder, *(alias.placeholder for alias in read.aliases)]
     users = [user for node in replaced for user in node.users if user.target is not decompress]
     if not users:
         return
@@ -65,10 +64,11 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
             by = resolve(read.standardization, lambda name: nodes[name])
             values = unstandardize(values, by, partial(add_call, graph))
         views = []
-        for alias, view in read.aliases:
+        for alias in read.aliases:
+            view = alias.source.meta["val"]
             offset = view.storage_offset() - like.storage_offset()
             arguments = (dense, list(view.shape), list(view.stride()), offset)
             views.append(add_call(graph, aten.as_strided.default, arguments, f"{alias.name}_view"))
-    replace_reads(read.read, values, {dense, values})
-    for (alias, _), node in zip(read.aliases, views, strict=True):
+    replace_reads(value.placeholder, values, {dense, values})
+    for alias, node in zip(read.aliases, views, strict=True):
         replace_reads(alias.placeholder, node, set())

@@ -25,40 +25,28 @@ class MaskRead:
 
 @dataclass(frozen=True)
 class MergedRead:
-    """The backward node ``mask``, which the codes of ``value`` tell; these are of a tensor ``like`` this one."""
+    """The backward node ``mask``, which the codes of ``value`` tell."""
 
     value: SavedValue
     mask: fx.Node
-    like: torch.Tensor
     order: tuple[int, ...]
     code: Code
 
 
 @dataclass(frozen=True)
 class ValueRead:
-    """The values of ``read``: the tensor's placeholder, or the backward node that is stored in its place.
+    """The values of a tensor, in codes of the ``order`` of its dimensions.
 
-    They are those of a tensor ``like`` this one, in codes of the ``order`` of its dimensions. ``fill`` says what merged
-    codes are decoded to where the mask stops them, "zero" or the "mean" of their channel. ``aliases`` are other saved
-    values that the blob serves, as they were saved.
+    ``fill`` says what merged codes are decoded to where the mask stops them, "zero" or the "mean" of their channel.
+    ``aliases`` are other saved values that the blob serves.
     """
 
     value: SavedValue
-    read: fx.Node
-    like: torch.Tensor
     order: tuple[int, ...]
     code: Code
     standardization: Standardization | None = None
     fill: str | None = None
-    aliases: tuple[tuple[SavedValue, torch.Tensor], ...] = ()
-
-
-@dataclass(frozen=True)
-class InsteadRead:
-    """What is stored, as it is, in the place of the backward node ``read``."""
-
-    read: fx.Node
-    placeholder: fx.Node
+    aliases: tuple[SavedValue, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,4 +61,4 @@ class CoefficientsRead:
     code: Code
 
 
-Read = MaskRead | MergedRead | ValueRead | InsteadRead | CoefficientsRead
+Read = MaskRead | MergedRead | ValueRead | CoefficientsRead

@@ -9,22 +9,20 @@ from gact_fx.graphs.edit import Add
 from gact_fx.records import Standardization
 
 aten = torch.ops.aten
-# Of one graph the mean, 1 / deviation and mask that a `Standardization` names, None where it names none.
-Operands = tuple[fx.Node | None, ...]
+# Of one graph the mean, 1 / deviation and mask that a `Standardization` names, the last None where it names none.
+Operands = tuple[fx.Node, fx.Node, fx.Node | None]
 
 
 def resolve(by: Standardization, find: Callable[[str], fx.Node]) -> Operands:
     """The nodes that ``find`` has for the names in ``by``."""
-    return tuple(find(name) if name else None for name in (by.mean, by.rstd, by.sign))
+    return find(by.mean), find(by.rstd), find(by.sign) if by.sign else None
 
 
 def standardize(node: fx.Node, by: Operands, add: Add) -> fx.Node:
     """``(node - mean) * rstd``, turned over where the mask is false."""
     name, (mean, rstd, sign) = node.name, by
-    if mean is not None:
-        node = add(aten.sub.Tensor, (node, _wide(mean, node, add)), f"{name}_centred")
-    if rstd is not None:
-        node = add(aten.mul.Tensor, (node, _wide(rstd, node, add)), f"{name}_standard")
+    node = add(aten.sub.Tensor, (node, _wide(mean, node, add)), f"{name}_centred")
+    node = add(aten.mul.Tensor, (node, _wide(rstd, node, add)), f"{name}_standard")
     return _turn(node, sign, add)
 
 
@@ -32,11 +30,8 @@ def unstandardize(node: fx.Node, by: Operands, add: Add) -> fx.Node:
     """What `standardize` was given."""
     name, (mean, rstd, sign) = node.name, by
     node = _turn(node, sign, add)
-    if rstd is not None:
-        node = add(aten.div.Tensor, (node, _wide(rstd, node, add)), f"{name}_scaled")
-    if mean is not None:
-        node = add(aten.add.Tensor, (node, _wide(mean, node, add)), f"{name}_shifted")
-    return node
+    node = add(aten.div.Tensor, (node, _wide(rstd, node, add)), f"{name}_scaled")
+    return add(aten.add.Tensor, (node, _wide(mean, node, add)), f"{name}_shifted")
 
 
 def _turn(node: fx.Node, sign: fx.Node | None, add: Add) -> fx.Node:

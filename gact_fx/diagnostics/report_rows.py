@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.breaks.graph_holdings import Holding
-from gact_fx.passes.encodings import Keep, Mask, Quantize
-from gact_fx.passes.graph_analysis import is_counted
+from gact_fx.passes.encodings import Drop, Keep, Mask, Quantize
+from gact_fx.passes.graph_analysis import freed, is_counted
 from gact_fx.plan import TensorPlan
 from gact_fx.records import SavedTensor
 from gact_fx.training.rewrite import RewrittenGraph
@@ -52,10 +52,13 @@ def graph_rows(
     held: set[int] = set()
     kept: set[int] = set()
     entries = graph.plan.entries()
+    unread = freed(graph.analysis, entries)
     for tensor, how in graph.analysis.pairs():
         entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
         code = entry.code if entry is not None else None
         is_exact = entry is not None and code is None
+        if tensor.name in unread:
+            how = Drop(tensor.name, "backward reads what was made of it")
         before, after = _first(tensor, held), how.nbytes(tensor, entry)
         if after is None:
             after = _first(tensor, kept)

@@ -54,7 +54,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
         # Where backward bends, nothing but a measurement tells what rounding does.
         if code.bits < how.min_bits or (how.bends and measured is None):
             continue
-        nbytes = how.nbytes(tensor, TensorPlan(tensor.key, code)) or 0
+        nbytes = _nbytes(item, TensorPlan(tensor.key, code))
         variance = _measured_variance(code, measured, sensitivity)
         choices.append(Choice(code, nbytes, sensitivity * relative_variance(code) if variance is None else variance))
         if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
@@ -64,17 +64,22 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             variance = sensitivity * relative_variance(code, merged=True)
         # Otherwise it is not known what is done to the elements that the mask stops.
         if variance is not None:
-            nbytes = how.nbytes(tensor, TensorPlan(tensor.key, code, merged=True)) or 0
+            nbytes = _nbytes(item, TensorPlan(tensor.key, code, merged=True))
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.exact_allowed:
-        choices.append(Choice(None, how.nbytes(tensor, TensorPlan(tensor.key, None)) or tensor.storage_nbytes, 0.0))
+        choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
     if finite:
         return finite
     # What cannot be exact gets the widest code, of coefficients where these may be stored: codes of them are sound.
     widest, stored = Code(WIDTHS[-1]), "coefficients" if "coefficients" in how.other_ways() else "values"
-    forced = how.nbytes(tensor, TensorPlan(tensor.key, widest, stored=stored))
-    return [Choice(widest, forced or 0, 0.0, stored=stored)]
+    return [Choice(widest, _nbytes(item, TensorPlan(tensor.key, widest, stored=stored)), 0.0, stored=stored)]
+
+
+def _nbytes(item: Item, entry: TensorPlan) -> int:
+    """Bytes of the tensor by ``entry``, and of what has to be kept for its sake."""
+    nbytes = item.how.nbytes(item.tensor, entry)
+    return (item.tensor.storage_nbytes if nbytes is None else nbytes) + item.how.statistics_nbytes(entry.stored)
 
 
 def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
@@ -94,7 +99,7 @@ def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[C
             variance = _measured_variance(code, measured, measured.value if measured is not None else 0.0)
             variance = sensitivity * relative_variance(code) if variance is None else variance
             entry = TensorPlan(tensor.key, code, stored=stored)
-            choices.append(Choice(code, how.nbytes(tensor, entry) or 0, variance, stored=stored))
+            choices.append(Choice(code, _nbytes(item, entry), variance, stored=stored))
     return choices
 
 

@@ -216,7 +216,9 @@ def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) 
         inputs = [i for i in each.all_input_nodes if i in found]
         if each is chain.start or not inputs:
             continue
-        if is_pointwise(each) and found[inputs[0]].shape == torch.Size(map(hint, each.meta["val"].shape)):
+        value = each.meta["val"]
+        is_one = isinstance(value, torch.Tensor) and is_pointwise(each)
+        if is_one and found[inputs[0]].shape == torch.Size(map(hint, value.shape)):
             found[each] = found[inputs[0]]
         elif (packet_of(each) in MOVES or each.target is getitem) and len(each.all_input_nodes) == 1:
             args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)

@@ -244,7 +244,7 @@ def test_not_adaptive_takes_more_bytes_for_far_less_noise(share: float, stored: 
     key, *_ = tensors.sensitivities
     first, *rest = tensors.analysis.encodings
     assert isinstance(first, Quantize)
-    coefficients = Coefficients(("square", "sine"), torch.float32, 2 * NUMEL, (), 0, False)
+    coefficients = Coefficients(("square", "sine"), torch.float32, 2 * NUMEL, (), 0, (), False)
     analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, bends=True, coefficients=coefficients), *rest))
     biases = dict.fromkeys(measured(1.0).variances, 0.0)
     bent = replace(measured(1.0), squared_biases=biases, others={"coefficients": measured(share)})

@@ -180,7 +180,7 @@ def test_writing_in_place_has_a_derivative() -> None:
 @pytest.fixture
 def all_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours stand for operators of PyTorch that have no second derivative."""
-    monkeypatch.setattr("gact_fx.passes.find_substitutes.is_known", lambda node: True)
+    monkeypatch.setattr("gact_fx.passes.find_readers.is_known", lambda node: True)
 
 
 @pytest.mark.usefixtures("all_known")

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from activation_bytes import activation_bytes
 from conftest import Trace, analyze, gradients, relative_error
 from torch import nn
 from torch.nn import functional as F
@@ -14,34 +15,34 @@ from gact_fx.plan import TensorPlan
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
 
-def stored_as(pair: GraphPair) -> set[tuple[str, str]]:
-    """Operator that made a saved tensor → operator whose result is stored in its place."""
+def coefficients(pair: GraphPair) -> set[tuple[str, str]]:
+    """Operator that made a saved tensor → operator whose result may be stored in its place."""
     targets = {node.name: str(node.target) for node in pair.backward.graph.nodes}
-    analysis = analyze(pair)
-    return {(t.op, targets[how.instead]) for t, how in analysis.quantized() if how.instead}
+    found = [(t, how.coefficients) for t, how in analyze(pair).quantized() if how.coefficients is not None]
+    return {(tensor.op, targets[name]) for tensor, of in found for name in of.nodes}
 
 
-def test_the_derivative_of_gelu_is_stored(trace: Trace) -> None:
+def test_the_derivative_of_gelu_may_be_stored(trace: Trace) -> None:
     """Backward is g * gelu'(x): linear in gelu'(x), bent in x."""
     v = nn.Parameter(torch.randn(16, 64))
-    assert stored_as(trace(lambda x: F.gelu(x @ v).sum(), torch.randn(64, 16), inner="inductor")) == {
+    assert coefficients(trace(lambda x: F.gelu(x @ v).sum(), torch.randn(64, 16), inner="inductor")) == {
         ("aten.mm", "aten.add.Tensor")
     }
 
 
-def test_attention_scores_are_stored_as_probabilities(trace: Trace) -> None:
+def test_attention_scores_may_be_stored_as_probabilities(trace: Trace) -> None:
     w = nn.Parameter(torch.randn(32, 32))
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(x @ w, x, x, dropout_p=0.1).square().sum()
 
-    found = stored_as(trace(attention, torch.randn(4, 2, 64, 32), inner="inductor"))
-    assert found & {("aten.bmm", "aten.where.self"), ("aten.bmm", "aten.div.Tensor")}
+    found = coefficients(trace(attention, torch.randn(4, 2, 64, 32), inner="inductor"))
+    assert found & {("aten.bmm", "aten.exp.default"), ("aten.bmm", "aten.div.Tensor")}
 
 
-def test_a_view_is_no_substitute(trace: Trace) -> None:
+def test_a_view_is_no_coefficient(trace: Trace) -> None:
     v = nn.Parameter(torch.randn(16, 64))
-    assert not stored_as(trace(lambda x: (x @ v).view(2, 32, 64).relu().sum(), torch.randn(64, 16)))
+    assert not coefficients(trace(lambda x: (x @ v).view(2, 32, 64).relu().sum(), torch.randn(64, 16)))
 
 
 def test_what_is_exponentiated_and_read_otherwise_is_measured() -> None:
@@ -221,12 +222,40 @@ def test_no_fused_attention_is_linear_in_its_mask() -> None:
 
 
 def test_a_softmax_in_float32_of_bfloat16_scores(trace: Trace) -> None:
-    """Of another dtype than the scores, the exponentials of these take their place, and count what they take."""
+    """Of another dtype than the scores, the exponentials of these may take their place, and count what they take."""
     v = nn.Parameter(torch.randn(32, 64).bfloat16())
     pair = trace(lambda x: (x @ v).float().softmax(-1).square().sum(), torch.randn(64, 32).bfloat16(), inner="inductor")
-    found = [(t, how) for t, how in analyze(pair).quantized() if how.instead]
+    found = [(t, how) for t, how in analyze(pair).quantized() if how.coefficients is not None]
     ((tensor, how),) = found
-    assert (tensor.dtype, how.dtype) == (torch.bfloat16, torch.float32)
+    assert how.coefficients is not None
+    assert (tensor.dtype, how.coefficients.dtype) == (torch.bfloat16, torch.float32)
     groups = tensor.numel // 256
-    assert how.nbytes(tensor, TensorPlan(tensor.key, Code(4))) == tensor.numel // 2 + groups * 6
-    assert how.nbytes(tensor, TensorPlan(tensor.key, None)) == tensor.numel * 4
+    for stored, itemsize in (("values", 2), ("coefficients", 4)):
+        entry = TensorPlan(tensor.key, Code(4), stored=stored)
+        assert how.nbytes(tensor, entry) == tensor.numel // 2 + groups * (2 + itemsize), stored
+
+
+class Softmax(nn.Module):
+    """Softmax of scores, with its statistics saved: backward reads the scores by way of their exponentials alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.values = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.values((4 * self.scores(x)).softmax(-1)).square().mean()
+
+
+@INNER
+def test_statistics_that_nobody_reads_are_not_held(inner: str) -> None:
+    model, reference, x = Softmax(), Softmax(), torch.randn(256, 32)
+    gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner, min_elements=64, sample_batches=[x])
+    loss = model(x)
+    held = activation_bytes(loss, exclude=[*model.parameters(), x])
+    loss.backward(), reference(x).backward()
+    report = gact_fx.inspect(model)
+    dropped = {row.op for row in report.rows if row.reason == "backward reads what was made of it"}
+    assert dropped == ({"aten.amax"} if inner == "inductor" else set())
+    assert report.bytes_after == held
+    assert relative_error(gradients(model), gradients(reference)) < 0.02

@@ -1,0 +1,54 @@
+"""Save the sums that backward makes of a saved tensor and others, in the tensor's place.
+
+The partitioner saves what products return, and backward adds it up again. Along a residual stream every sum would hold
+the errors of all codes before it, and the last sum, which backward needs first, would have all of them decompressed.
+Where all that backward reads of a tensor goes by way of one sum, forward can save this: it takes as many bytes.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from gact_fx.codec.layout import SOURCE_DTYPES
+from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.edit import is_float, numel
+from gact_fx.graphs.tensors import storage_key
+from gact_fx.passes.find_bends import bends, dependents_within, is_read_through
+from gact_fx.passes.find_masks import derivable_nodes
+from gact_fx.passes.forward_editor import ForwardEditor
+from gact_fx.passes.load_blob import replace_reads
+from gact_fx.passes.pipeline import Context
+
+
+def move_cuts(pair: GraphPair, context: Context) -> None:
+    """Edit both graphs in place."""
+    derivable = derivable_nodes(pair)
+    for value in _movable(pair):
+        total = _last_sum(value.placeholder, derivable)
+        if total is not None:
+            pair.replace_saved(value, ForwardEditor(pair, {}).derive(total))
+            replace_reads(total, value.placeholder, set())
+
+
+def _movable(pair: GraphPair) -> list[SavedValue]:
+    """The saved tensors that forward computes, does not return, and holds in memory of their own."""
+    values = [v for v in pair.saved_values() if isinstance(v.source.meta.get("val"), torch.Tensor)]
+    results = [node.meta.get("val") for node in pair.forward_outputs[: pair.num_user_outputs] if node is not None]
+    memory = Counter(storage_key(x) for x in results if isinstance(x, torch.Tensor))
+    memory.update(storage_key(value.source.meta["val"]) for value in values)
+    is_alone = [value for value in values if memory[storage_key(value.source.meta["val"])] == 1]
+    return [value for value in is_alone if value.source.op == "call_function" and is_float(value.source)]
+
+
+def _last_sum(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
+    """The last node that adds something as large to ``start``, by affine operators, and that all reads go through."""
+    chain = dependents_within(start, derivable)
+    for node in sorted(chain - {start}, reverse=True):
+        adds = any(is_float(i) and numel(i) == numel(start) and i not in chain for i in node.all_input_nodes)
+        fits = adds and is_float(node) and numel(node) == numel(start) and node.meta["val"].dtype in SOURCE_DTYPES
+        if fits and is_read_through([node], start, chain, derivable):
+            before = dependents_within(start, derivable, {node.name})
+            return None if bends({*before, node}, start) else node
+    return None

@@ -1,0 +1,58 @@
+"""Forward saves the sums of a residual stream, where backward reads nothing else of what it adds up."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Trace, run_pass
+from torch import nn
+
+from gact_fx.graphs.aot import GraphPair
+
+WEIGHTS = [nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3)]
+X = torch.randn(32, 64)
+
+
+def stream(x: torch.Tensor) -> torch.Tensor:
+    for weight in WEIGHTS:
+        x = x + x.sin() @ weight
+    return x.sin()
+
+
+def saved(pair: GraphPair) -> list[str]:
+    """The operators that made the saved tensors."""
+    return [str(value.source.target) for value in pair.saved_values() if value.source.op == "call_function"]
+
+
+def gradients(pair: GraphPair) -> list[torch.Tensor]:
+    weights = iter(WEIGHTS)
+    placeholders = pair.forward.graph.find_nodes(op="placeholder")
+    inputs = [X if tuple(node.meta["val"].shape) == X.shape else next(weights).detach() for node in placeholders]
+    outputs = pair.forward(*inputs)
+    tangents = [torch.ones_like(x) for x in outputs[: pair.num_user_outputs]]
+    return [g for g in pair.backward(*outputs[pair.num_user_outputs :], *tangents) if g is not None]
+
+
+def test_sums_of_a_stream_are_saved_in_the_place_of_what_they_add(trace: Trace) -> None:
+    pair = trace(stream, X, recompute="auto")
+    before, exact = saved(pair), gradients(pair)
+    run_pass("move_cuts", pair)
+    assert before == ["aten.mm.default"] * 3 and saved(pair) == ["aten.add.Tensor"] * 3
+    for found, expected in zip(gradients(pair), exact, strict=True):
+        assert torch.equal(found, expected)
+
+
+STAY: dict[str, Callable[[torch.Tensor], object]] = {
+    "read otherwise": lambda x: (lambda y: (y + X).tanh() * y.sin())(x @ WEIGHTS[0]),
+    "bent before": lambda x: (lambda y: (y.sin() + X).tanh())(x @ WEIGHTS[0]),
+    "returned": lambda x: (lambda y: (y, (y + X).tanh()))(x @ WEIGHTS[0]),
+    "in one memory": lambda x: (lambda a, b: (a + X[:, :32]).tanh() * b.sin())(*(x @ WEIGHTS[0]).chunk(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays(trace: Trace, name: str) -> None:
+    pair = trace(STAY[name], X, recompute="auto")
+    before = saved(pair)
+    run_pass("move_cuts", pair)
+    assert saved(pair) == before and before
