@@ -29,13 +29,11 @@ from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
 from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
-from gact_fx.passes.share_softmax import share_softmax
 from gact_fx.passes.swap_codes import swap_codes
 
 JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forward", "backward")
 
 PIPELINE: tuple[Pass, ...] = (
-    Pass("share_softmax", share_softmax, edits=JOINT, when=lambda c: c.config.recompute != "off"),
     Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),

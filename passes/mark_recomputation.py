@@ -20,7 +20,6 @@ from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, p
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_masks import counts, draws, is_known
 from gact_fx.passes.pipeline import Context
-from gact_fx.passes.share_softmax import is_exp_of_bent
 
 aten = torch.ops.aten
 
@@ -59,7 +58,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
 def _is_wanted(node: fx.Node) -> bool:
     """Whether ``node`` is to be saved; what the user's own checkpointing has decided stays as it is."""
     if "recompute" not in node.meta:
-        return not is_cheap(node) or _is_scattered_exp(node) or is_exp_of_bent(node)
+        return not is_cheap(node) or _is_scattered_exp(node)
     return node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE and _is_reciprocal_deviation(node)
 
 

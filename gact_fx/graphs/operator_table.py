@@ -40,10 +40,6 @@ REDUCTIONS: Table = frozenset(
     {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
      aten.prod, aten.norm, aten.linalg_vector_norm}
 )  # fmt: skip
-# Smooth and bent: their derivatives read their argument, or their result.
-CURVED: Table = frozenset(
-    {aten.tanh, aten.sigmoid, aten.silu, aten.gelu, aten.softplus, aten.sin, aten.cos, aten.erf, aten.atan, aten.pow}
-)
 # From rounded values they give what is off by any factor, or not finite.
 POLES: Table = frozenset(
     {aten.exp, aten.exp2, aten.expm1, aten.log, aten.reciprocal, aten.rsqrt, aten._softmax, aten._log_softmax}
