@@ -13,7 +13,7 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
-from gact_fx.graphs.sizes import hint
+from gact_fx.graphs.sizes import SizeBuilder, hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import (
@@ -77,6 +77,7 @@ class _Decisions:
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         masks, self._readers = self._settle(pair, saved, config)
         self._derivable = derivable_nodes(pair)
+        self._sizes = SizeBuilder(pair.backward.graph)
         self.aliases = _aliases(saved, self._reasons, masks)
         # What leads to nothing but what is stored itself is not stored.
         read = nodes_read(pair, frozenset(masks.hosts))
@@ -161,7 +162,8 @@ class _Decisions:
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
         dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
-        fits = not tensor.dynamic and all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
+        fits = all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
+        fits = fits and all(self._sizes.can_build(list(node.meta["val"].shape)) for node in ends)
         names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
         mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)

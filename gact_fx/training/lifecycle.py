@@ -66,6 +66,11 @@ class Lifecycle:
         """Have ``call()`` run before every call from outside of backward; it may change the state."""
         self._before_call = call
 
+    def compile_again(self) -> None:
+        """Compile what runs now from scratch."""
+        if self._compile is not None:
+            self._compiled[self._state] = self._compile(self._state)
+
     def planned(self) -> None:
         """There is a plan, or another one."""
         again = self._compiled.get(State.PROFILING_AGAIN)

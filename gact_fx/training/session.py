@@ -55,8 +55,8 @@ class Session:
         self.plan_was_given = plan is not None
         self.profiles: dict[str, GraphProfile] = {}
         self.graphs: list[RewrittenGraph] = []
-        # How many graphs were rewritten, those for profiling included.
-        self.rewritten = 0
+        # The fingerprints of all graphs that were rewritten, those for profiling included.
+        self.rewritten: list[str] = []
         self.run_counts = RunCounts()
         self.eager_regions = eager_regions
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -93,7 +93,7 @@ class Session:
 
         context = Context(self.config, find_plan, is_profiling=profiling, keeps_text=not profiling)
         graph = rewrite(joint, context, self.passes)
-        self.rewritten += 1
+        self.rewritten.append(graph.plan.fingerprint)
         if profiling:
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:

@@ -8,6 +8,7 @@ import torch
 from conftest import gradients, relative_error
 from torch import nn
 from torch.nn import functional as F
+from zoo_networks import build
 
 import gact_fx
 from gact_fx.graphs.interpreter import GraphInterpreter
@@ -59,6 +60,16 @@ def test_a_first_call_that_breaks_the_graph(inner: str) -> None:
 def test_sample_batches_see_what_a_second_call_runs() -> None:
     model = gact_fx.compile(Net(breaks=True), inner="eager", sample_batches=[(X,)])
     steps(model, 1)
+    assert has_plans_for_all(model)
+
+
+@pytest.mark.slow
+def test_what_the_first_call_left_compiled_is_not_what_a_plan_runs() -> None:
+    """Segformer's first call installs hooks: its frames are left to run in pieces, until they are compiled anew."""
+    pytest.importorskip("transformers")
+    model, batch, loss_fn = build("segformer")
+    gact_fx.compile(model, budget_bits=4, inner="eager", sample_batches=[batch], loss_fn=loss_fn)
+    loss_fn(model, batch).backward()
     assert has_plans_for_all(model)
 
 
