@@ -1,11 +1,14 @@
 """What a menu offers, and at what price."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import blob_nbytes
 from gact_fx.passes.encodings import Quantize
+from gact_fx.passes.find_bends import Coefficients
 from gact_fx.planning.allocate_bits import Choice, Menu
 from gact_fx.planning.list_choices import FLOOR, Item, list_choices
 from gact_fx.records import SavedTensor, Sensitivity
@@ -18,16 +21,18 @@ def item(value: float | None, numel: int = NUMEL, dtype: torch.dtype = torch.flo
     """A tensor of which c_l was measured, or not."""
     nbytes = numel * dtype.itemsize
     tensor = SavedTensor("t", "t#0", "t", "", (numel,), (1,), dtype, 0, nbytes, "nobody")
-    sensitivity = None
-    if value is not None:
-        shares = {"stochastic": 1.0, "dither": 0.4}
-        codes = {
-            Code(bits, rounding, GROUP): value * share * step_variance(bits)
-            for bits in WIDTHS
-            for rounding, share in shares.items()
-        }
-        sensitivity = Sensitivity(value, {**codes, Code(16, "stochastic", GROUP): value * 1e-6})
+    sensitivity = None if value is None else measured(value)
     return Item(tensor, Quantize("t", "", (0,), **how), sensitivity)  # type: ignore[arg-type]
+
+
+def measured(value: float) -> Sensitivity:
+    shares = {"stochastic": 1.0, "dither": 0.4}
+    codes = {
+        Code(bits, rounding, GROUP): value * share * step_variance(bits)
+        for bits in WIDTHS
+        for rounding, share in shares.items()
+    }
+    return Sensitivity(value, {**codes, Code(16, "stochastic", GROUP): value * 1e-6})
 
 
 def menus(*items: Item, roundings: tuple[str, ...] = ("stochastic", "dither")) -> list[Menu]:
@@ -90,6 +95,21 @@ def test_a_view_of_more_memory_costs_all_of_it() -> None:
     )
     (menu,) = menus(larger)
     assert find(menu, None).nbytes == NUMEL * 8
+
+
+def test_statistics_beside_a_tensor_count_but_for_those_that_coefficients_free() -> None:
+    coefficients = Coefficients(("e",), torch.float32, NUMEL, (), 0, frees=("largest",), retakes=False)
+    statistics = (("largest", 100), ("sum", 10))
+    (menu,) = menus(item(2.0, coefficients=coefficients, statistics=statistics))
+    blob = blob_nbytes(NUMEL, torch.float32, 4, GROUP, 0)
+    found = {c.stored: c.nbytes - blob for c in menu if way(c) == (4, "stochastic")}
+    assert found == {"values": 110}
+    bent = replace(measured(2.0), squared_biases=dict.fromkeys(measured(2.0).variances, 0.0))
+    how = Quantize("t", "", (0,), bends=True, coefficients=coefficients, statistics=statistics)
+    (menu,) = menus(Item(item(2.0).tensor, how, replace(bent, others={"coefficients": measured(1.0)})))
+    found = {c.stored: c.nbytes - blob for c in menu if way(c) == (4, "stochastic")}
+    assert found == {"values": 110, "coefficients": 10}
+    assert find(menu, None).nbytes == NUMEL * 4 + 110
 
 
 def test_what_hardly_matters_is_taken_for_a_hundredth_of_the_median() -> None:
