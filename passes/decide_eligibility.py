@@ -17,6 +17,7 @@ from gact_fx.graphs.sizes import SizeBuilder, hint
 from gact_fx.passes.bound_indices import IndexRange, index_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import (
+    ORDER,
     Coefficients,
     bends,
     dependents_within,
@@ -173,6 +174,7 @@ class _Decisions:
         return {
             "bends": True,
             "is_tame": tame,
+            "has_poles": not tame and bool(poles(chain, stored, ORDER)),
             "values_allowed": tame or not self._has_poles_with_others(stored, chain),
             "coefficients": Coefficients(names, dtype, total, read, mask_numel, self._unread(ends, chain), retakes),
             "statistics": statistics,

@@ -144,11 +144,12 @@ class Quantize(Encoding):
     ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
     codes themselves can tell, if the plan says so. ``min_bits`` is the least width at which the error stays in
-    proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``unknown``: this operator may
-    do anything), and in the ``coefficients``, which may be stored instead, it is. ``statistics`` are the kept tensors,
-    with their bytes, that backward reads for the sake of what it computes of this one alone. ``exact_allowed``: the
-    plan may keep it exact, since its masks then follow from it alone. ``values_allowed``: the plan may store codes of
-    its values, for no pole lies where those of another tensor lead together with them.
+    proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``has_poles``: some lie among
+    numbers of order one; ``unknown``: this operator may do anything), and in the ``coefficients``, which may be stored
+    instead, it is. ``statistics`` are the kept tensors, with their bytes, that backward reads for the sake of what it
+    computes of this one alone. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it
+    alone. ``values_allowed``: the plan may store codes of its values, for no pole lies where those of another tensor
+    lead together with them.
     """
 
     order: tuple[int, ...]
@@ -159,6 +160,7 @@ class Quantize(Encoding):
     min_bits: int = 1
     bends: bool = False
     is_tame: bool = False
+    has_poles: bool = False
     unknown: str = ""
     exact_allowed: bool = True
     values_allowed: bool = True

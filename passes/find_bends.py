@@ -5,6 +5,7 @@ coefficient is affine in a tensor, an error of the tensor moves the gradient in 
 of any size, or not finite, and is measured at the coefficients themselves (`gact_fx.profiling.coefficient_meter`).
 """
 
+import math
 from collections.abc import Collection, Container
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from gact_fx.graphs.operator_table import MOVES, PRODUCTS
 from gact_fx.graphs.operators import packet_of
 
 # Numbers of order one: as activations mostly are.
-_ORDER = 4.0
+ORDER = 4.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
     largest of the numbers that reach it. From all magnitudes it makes numbers; of numbers of order one, a step of 8
     bits moves nothing by more than a quarter.
     """
-    anywhere, usual = {start: numbers()}, {start: numbers(_ORDER)}
+    anywhere, usual = {start: numbers()}, {start: numbers(ORDER)}
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in usual]
         if node is start or not inputs:
@@ -75,8 +76,8 @@ def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
         between = {i: spread(usual[i]) for i in inputs}
         beside = {i: spread(usual[i], moved=1 / 255) for i in inputs}
         poles = tried_on(node, {i: spread(anywhere[i]) for i in inputs})
-        here, there = tried_on(node, between, _ORDER), tried_on(node, beside, _ORDER)
-        wide, found = tried_on(node, anywhere), tried_on(node, usual, _ORDER)
+        here, there = tried_on(node, between, ORDER), tried_on(node, beside, ORDER)
+        wide, found = tried_on(node, anywhere), tried_on(node, usual, ORDER)
         if poles is None or here is None or there is None or wide is None or found is None:
             return False
         if not are_numbers(poles) or not are_near(here, there, 0.25):
@@ -85,9 +86,12 @@ def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
     return True
 
 
-def poles(chain: Collection[fx.Node], start: fx.Node) -> set[fx.Node]:
-    """The nodes of ``chain`` that make no number of some number that ``start`` leads to, element by element."""
-    anywhere, found = {start: numbers()}, set[fx.Node]()
+def poles(chain: Collection[fx.Node], start: fx.Node, largest: float = math.inf) -> set[fx.Node]:
+    """The nodes of ``chain`` that make no number of some number that ``start`` leads to, element by element.
+
+    ``largest`` is the largest magnitude of what is tried for ``start``.
+    """
+    anywhere, found = {start: numbers(largest)}, set[fx.Node]()
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in chain]
         if node is start or not inputs or any(i not in anywhere for i in inputs):
@@ -95,8 +99,8 @@ def poles(chain: Collection[fx.Node], start: fx.Node) -> set[fx.Node]:
         if packet_of(node) in MOVES or packet_of(node) is None:
             anywhere[node] = anywhere[inputs[0]]
         elif is_pointwise(node):
-            between = tried_on(node, {i: spread(anywhere[i]) for i in inputs})
-            wide = tried_on(node, {i: anywhere[i] for i in inputs})
+            between = tried_on(node, {i: spread(anywhere[i]) for i in inputs}, largest)
+            wide = tried_on(node, {i: anywhere[i] for i in inputs}, largest)
             if between is not None and wide is not None and are_numbers(between) and are_numbers(wide):
                 anywhere[node] = wide
             elif between is not None and wide is not None:

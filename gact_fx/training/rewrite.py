@@ -49,8 +49,8 @@ def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
     """All that may be compressed at one width, for a step that is recorded.
 
     Of tensors in which backward bends, and may have poles, it is not known yet what rounding does: they are in
-    bfloat16, or where decisions may be taken from them again, or an operator reads them that may do anything, or others
-    lead to the same pole, exact.
+    bfloat16, or where poles lie among usual numbers, or decisions may be taken from them again, or an operator reads
+    them that may do anything, exact.
     """
     key = graph_fingerprint(analysis.saved)
     entries = []
@@ -59,7 +59,8 @@ def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
         is_delicate = how.bends and (decides or not how.is_tame)
         bits = BFLOAT16_BITS if is_delicate and how.takes_bfloat16(tensor) else PROFILE_BITS
         code = Code(bits, seed=tensor_seed(config.seed, f"profile {key}", tensor.key))
-        is_exact = is_delicate and how.exact_allowed and (decides or bits != BFLOAT16_BITS or not how.values_allowed)
+        needs_exact = decides or how.has_poles or bits != BFLOAT16_BITS or not how.values_allowed
+        is_exact = is_delicate and how.exact_allowed and needs_exact
         entries.append(TensorPlan(tensor.key, None if is_exact else code))
     return GraphPlan(key, tuple(entries))
 
