@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graphs.aot import SavedValue
 from gact_fx.graphs.operator_table import POSITIONS, POSITIONS_IN_PLANE, REORDERS, TAKES_POSITIONS, TAKES_WRAPPING
 from gact_fx.graphs.operators import packet_of
+from gact_fx.records import SavedTensor
 
 aten = torch.ops.aten
+_PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 # Of all elements of the input.
 _ALL_ELEMENTS = REORDERS | {aten.expand, aten.cat}
@@ -114,3 +117,21 @@ def index_limit(node: fx.Node) -> int | None:
 
 def _product(sizes: Sequence[int]) -> int | None:
     return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
+def packable_range(tensor: SavedTensor, value: SavedValue, min_elements: int) -> IndexRange | None:
+    """The range of an integer tensor's elements, None where it is not known or packing would save nothing."""
+    is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
+    if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
+        return None
+    found = index_range(value.source)
+    if found is None or bits_of(found) > min(16, tensor.dtype.itemsize * 8 - 1):
+        return None
+    # Read as anything but an index, -1 is not the last one.
+    in_backward = index_range(value.placeholder) if found.wraps else found
+    return found if in_backward is not None and in_backward.limit == found.limit else None
+
+
+def bits_of(found: IndexRange) -> int:
+    """Bits that hold every value exactly."""
+    return max(found.limit - 1, 1).bit_length()

@@ -10,11 +10,11 @@ from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.config import Config
-from gact_fx.graphs.aot import GraphPair, SavedValue
+from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.sizes import SizeBuilder, hint
-from gact_fx.passes.bound_indices import IndexRange, index_range
+from gact_fx.passes.bound_indices import bits_of, packable_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import (
     ORDER,
@@ -29,7 +29,7 @@ from gact_fx.passes.find_bends import (
 )
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, nodes_read
 from gact_fx.passes.find_readers import Readers, find_readers
-from gact_fx.passes.find_refusals import find_refusals
+from gact_fx.passes.find_refusals import STATISTIC, find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import find_merge
@@ -44,7 +44,6 @@ _STUCK = "backward may have a pole in it, and decides by it and others, for whic
 CURVED_BITS = 6
 # Coefficients beyond so many times a tensor's elements are not stored in its place.
 MOST_COEFFICIENTS = 4
-_PACKABLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
@@ -59,7 +58,7 @@ def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
             break
         refused.update(stuck)
     shared = {how.of for how in encodings if isinstance(how, Alias)}
-    encodings = _standardized(pair, encodings, shared, decisions.read)
+    encodings = _without_shared_statistics(_standardized(pair, encodings, shared, decisions.read))
     # Views of the same codes would read NaN.
     return GraphAnalysis(saved, tuple(how if how.name in shared else decisions.merging(how) for how in encodings))
 
@@ -71,7 +70,7 @@ class _Decisions:
         self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config, refused: Mapping[str, str]
     ) -> None:
         self._values = {value.name: value for value in pair.saved_values()}
-        ranges = {t.name: _index_range(t, self._values[t.name], config.min_elements) for t in saved}
+        ranges = {t.name: packable_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
@@ -87,8 +86,11 @@ class _Decisions:
         self._masks = replace(masks, hosts=hosts, sole=masks.sole & hosts.keys())
         self._mask_numel = _mask_numel(self._masks, self._nodes)
         self._sole = self._find_sole({t.name for t in saved if t.owner not in ("nobody", "output")})
-        kept = (t for t in saved if t.owner == "nobody" and self._reasons[t.name] and t.name in self.read)
-        self._kept = {tensor.name: tensor.storage_nbytes for tensor in kept}
+        statistics = (t for t in saved if self._reasons[t.name] == STATISTIC and t.name in self.read)
+        computed = (t for t in statistics if self._values[t.name].source.op == "call_function")
+        self._statistics = {tensor.name: tensor.storage_nbytes for tensor in computed}
+        # Of several tensors that lead to one coefficient the first pays for the statistics.
+        self._paid: set[str] = set()
         # Inputs and results lie in memory as they were traced.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
         self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
@@ -131,7 +133,7 @@ class _Decisions:
             found = self._ranges[name]
             modulus = found.limit if found.wraps else None
             order = _order(tensor.stride, False)
-            return Pack(name, "integers of a known range, packed exactly", order, _bits(found), modulus)
+            return Pack(name, "integers of a known range, packed exactly", order, bits_of(found), modulus)
         if self._reasons[name]:
             return Keep(name, self._reasons[name])
         if host is not None:
@@ -155,7 +157,9 @@ class _Decisions:
         given = self._masks.hosts.keys()
         chain = dependents_within(stored, self._derivable, given)
         read = tuple(mask for mask in masks if not chain.issuperset(self._nodes[mask].users))
-        statistics = tuple((n, self._kept[n]) for n in self._unread(meeting(chain, self._derivable), chain))
+        needed = [n for n in self._unread(meeting(chain, self._derivable), chain) if n not in self._paid]
+        self._paid.update(needed)
+        statistics = tuple((name, self._statistics[name]) for name in needed)
         # Attention that is computed again has a width of its own.
         is_straight = len(read) == len(masks) and not bends(chain, stored, (ATTENTION,))
         if is_straight or tensor.name in self.aliases.values():
@@ -181,9 +185,9 @@ class _Decisions:
         }
 
     def _unread(self, given: Sequence[fx.Node], chain: AbstractSet[fx.Node]) -> tuple[str, ...]:
-        """The kept tensors that nobody would read if the ``given`` nodes of ``chain`` were stored."""
-        kept = (self._nodes[name] for name in self._kept)
-        return tuple(node.name for node in kept if is_read_through(given, node, chain, self._derivable))
+        """The statistics that nobody would read if the ``given`` nodes of ``chain`` were stored."""
+        found = (self._nodes[name] for name in self._statistics)
+        return tuple(node.name for node in found if is_read_through(given, node, chain, self._derivable))
 
     def _has_poles_with_others(self, stored: fx.Node, chain: AbstractSet[fx.Node]) -> bool:
         """Whether the ``chain`` of a tensor has a pole that another rounded tensor leads to as well.
@@ -238,30 +242,19 @@ def _standardized(pair: GraphPair, encodings: list[Encoding], shared: set[str], 
     return standardized
 
 
+def _without_shared_statistics(encodings: list[Encoding]) -> list[Encoding]:
+    """``encodings``, of which none frees a statistic by which a tensor is standardised."""
+    found = [how for how in encodings if isinstance(how, Quantize) and how.standardization is not None]
+    needed = {name for how in found if (by := how.standardization) is not None for name in (by.mean, by.rstd)}
+    return [how.keeping(needed) if isinstance(how, Quantize) else how for how in encodings]
+
+
 def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, int]:
     """Elements of the masks that a tensor carries."""
     total: dict[str, int] = {}
     for mask, host in masks.hosts.items():
         total[host] = total.get(host, 0) + hint(nodes[mask].meta["val"].numel())
     return total
-
-
-def _index_range(tensor: SavedTensor, value: SavedValue, min_elements: int) -> IndexRange | None:
-    """The range of an integer tensor's elements, None where it is not known or packing would save nothing."""
-    is_whole = tensor.owner in ("nobody", "output") and tensor.nbytes == tensor.storage_nbytes and not tensor.dynamic
-    if tensor.dtype not in _PACKABLE or not is_whole or tensor.numel < max(min_elements, 1):
-        return None
-    found = index_range(value.source)
-    if found is None or _bits(found) > min(16, tensor.dtype.itemsize * 8 - 1):
-        return None
-    # Read as anything but an index, -1 is not the last one.
-    in_backward = index_range(value.placeholder) if found.wraps else found
-    return found if in_backward is not None and in_backward.limit == found.limit else None
-
-
-def _bits(found: IndexRange) -> int:
-    """Bits that hold every value exactly."""
-    return max(found.limit - 1, 1).bit_length()
 
 
 def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ for every saved tensor. A new encoding is a class here and a choice there.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -147,9 +148,9 @@ class Quantize(Encoding):
     proportion. ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``has_poles``: some lie among
     numbers of order one; ``unknown``: this operator may do anything), and in the ``coefficients``, which may be stored
     instead, it is. ``statistics`` are the kept tensors, with their bytes, that backward reads for the sake of what it
-    computes of this one alone. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it
-    alone. ``values_allowed``: the plan may store codes of its values, for no pole lies where those of another tensor
-    lead together with them.
+    computes of this one, and that no other tensor pays for. ``exact_allowed``: the plan may keep it exact, since its
+    masks then follow from it alone. ``values_allowed``: the plan may store codes of its values, for no pole lies where
+    those of another tensor lead together with them.
     """
 
     order: tuple[int, ...]
@@ -194,6 +195,13 @@ class Quantize(Encoding):
         masks, by = self.coefficients.masks, self.standardization
         by = None if by is None else replace(by, sign=by.sign if by.sign in masks else "")
         return replace(self, masks=masks, mask_numel=self.coefficients.mask_numel, standardization=by)
+
+    def keeping(self, names: Collection[str]) -> "Quantize":
+        """The same, freeing none of these tensors."""
+        if self.coefficients is None:
+            return self
+        frees = tuple(name for name in self.coefficients.frees if name not in names)
+        return replace(self, coefficients=replace(self.coefficients, frees=frees))
 
     def freed(self, stored: str) -> frozenset[str]:
         """The kept tensors that nobody reads where the plan has ``stored`` this (`TensorPlan`)."""

@@ -12,6 +12,7 @@ from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.find_masks import draws
 from gact_fx.records import SavedTensor
 
+STATISTIC = "a statistic of rows or channels"
 _OWNERS = {
     "parameter": "a parameter or buffer, held anyway",
     "caller": "an input that the caller holds",
@@ -36,7 +37,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
     if tensor.nbytes > tensor.storage_nbytes:
         return "an expanded view, smaller in memory than as values"
     if tensor.dtype is not torch.bool and _is_statistic(node):
-        return "a statistic of rows or channels"
+        return STATISTIC
     roots = [i for i in ancestors([node]) if i.op in ("placeholder", "get_attr") or draws(i)]
     if all(root.name in pair.static_inputs for root in roots):
         return "computed from parameters alone" if roots else "a constant"

@@ -42,13 +42,19 @@ def _movable(pair: GraphPair) -> list[SavedValue]:
     return [value for value in is_alone if value.source.op == "call_function" and is_float(value.source)]
 
 
+def _is_stored_alike(node: fx.Node, start: fx.Node) -> bool:
+    """Whether ``node`` can be stored in codes, and takes no more bytes an element where it is not."""
+    dtype = node.meta["val"].dtype
+    return dtype in SOURCE_DTYPES and dtype.itemsize <= start.meta["val"].dtype.itemsize
+
+
 def _last_sum(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
     """The last node that adds something as large to ``start``, by affine operators, and that all reads go through."""
     chain = dependents_within(start, derivable)
     for node in sorted(chain - {start}, reverse=True):
         adds = any(is_float(i) and numel(i) == numel(start) and i not in chain for i in node.all_input_nodes)
-        fits = adds and is_float(node) and numel(node) == numel(start) and node.meta["val"].dtype in SOURCE_DTYPES
-        if fits and is_read_through([node], start, chain, derivable):
+        fits = adds and bool(node.users) and is_float(node) and numel(node) == numel(start)
+        if fits and _is_stored_alike(node, start) and is_read_through([node], start, chain, derivable):
             before = dependents_within(start, derivable, {node.name})
             return None if bends({*before, node}, start) else node
     return None

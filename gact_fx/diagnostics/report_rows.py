@@ -65,6 +65,8 @@ def graph_rows(
         share_before, share_after = (first or {}).get((graph, tensor.name), (1.0, 1.0))
         exact = entry.reason if entry is not None and entry.reason else "the planner found it worth its bytes"
         reasons = [exact if is_exact else how.reason]
+        if code is not None and entry is not None and entry.stored == "coefficients":
+            reasons.append("stored as what backward makes of it")
         if after and share_after == 0:
             reasons.append("stored once, with others that hold the same activation")
         if tensor.name in graph.swapped:

@@ -262,3 +262,50 @@ def test_statistics_that_nobody_reads_are_not_held() -> None:
     dropped = {row.op for row in report.rows if row.reason == "backward reads what was made of it"}
     assert dropped == {"aten.amax"} and report.bytes_after == held
     assert relative_error(gradients(model), gradients(reference)) < 0.02
+
+
+class Standardized(nn.Module):
+    """One tensor's coefficients are all that backward reads of the statistics by which another is standardised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm = nn.BatchNorm1d(64, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, last = self.layers
+        h, y = first(x), second(x)
+        c = (F.elu(self.norm(h)) * (8 * y).exp()).detach()
+        return (last(third(x) * c + F.gelu(y)) + h.sin()).square().mean()
+
+
+@INNER
+def test_statistics_by_which_another_tensor_is_standardised_are_held(inner: str) -> None:
+    model, reference, x = Standardized(), Standardized(), torch.randn(256, 64)
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=16, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.03
+
+
+class Broken(nn.Module):
+    """A graph break before a softmax's maximum is subtracted: what is held is not this graph's to free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.values, self.out = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = 4 * self.scores(x)
+        largest = a.detach().amax(-1, keepdim=True) * 1.0
+        torch._dynamo.graph_break()
+        return self.out(self.values(x) * (a - largest).exp()).square().mean()
+
+
+def test_statistics_of_earlier_graphs_are_not_said_to_be_freed() -> None:
+    model, x = Broken(), torch.randn(256, 32)
+    gact_fx.compile(model, budget_bits=8, min_elements=128, sample_batches=[x])
+    held = activation_bytes(model(x), exclude=[*model.parameters(), x])
+    model(x).backward()
+    assert gact_fx.inspect(model).bytes_after == held

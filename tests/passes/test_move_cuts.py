@@ -46,6 +46,7 @@ STAY: dict[str, Callable[[torch.Tensor], object]] = {
     "read otherwise": lambda x: (lambda y: (y + X).tanh() * y.sin())(x @ WEIGHTS[0]),
     "bent before": lambda x: (lambda y: (y.sin() + X).tanh())(x @ WEIGHTS[0]),
     "returned": lambda x: (lambda y: (y, (y + X).tanh()))(x @ WEIGHTS[0]),
+    "of a wider sum": lambda x: ((x @ WEIGHTS[0]).bfloat16() + X).sin(),
     "in one memory": lambda x: (lambda y: (y[:, :32] + X[:, :32]).tanh() * y[:, 32:].sin())(x @ WEIGHTS[0]),
 }
 
