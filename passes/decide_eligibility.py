@@ -175,11 +175,13 @@ class _Decisions:
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._sole
         tame = is_tame(chain, stored)
+        has_poles = not tame and bool(poles(chain, stored, ORDER))
         return {
             "bends": True,
             "is_tame": tame,
-            "has_poles": not tame and bool(poles(chain, stored, ORDER)),
-            "values_allowed": tame or not self._has_poles_with_others(stored, chain),
+            "has_poles": has_poles,
+            # Of poles among usual numbers a sample says little: coefficients are sound.
+            "values_allowed": tame or not ((has_poles and names) or self._has_poles_with_others(stored, chain)),
             "coefficients": Coefficients(names, dtype, total, read, mask_numel, self._unread(ends, chain), retakes),
             "statistics": statistics,
         }
