@@ -1,6 +1,6 @@
 """Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -155,33 +155,36 @@ class _Decisions:
             return {"bends": True, "unknown": unknown}
         # What is stored for another tensor's sake has no error of this one.
         given = self._masks.hosts.keys()
-        chain = dependents_within(stored, self._derivable, given)
+        # What lies in the same memory is rounded with it.
+        shared = [self._nodes[alias] for alias, host in self.aliases.items() if host == tensor.name]
+        starts = [stored, *shared]
+        chain = set[fx.Node]().union(*(dependents_within(start, self._derivable, given) for start in starts))
         read = tuple(mask for mask in masks if not chain.issuperset(self._nodes[mask].users))
         needed = [n for n in self._unread(meeting(chain, self._derivable), chain) if n not in self._paid]
         self._paid.update(needed)
         statistics = tuple((name, self._statistics[name]) for name in needed)
         # Attention that is computed again has a width of its own.
-        is_straight = len(read) == len(masks) and not bends(chain, stored, (ATTENTION,))
-        if is_straight or tensor.name in self.aliases.values():
+        if len(read) == len(masks) and not bends(chain, starts, (ATTENTION,)):
             return {"statistics": statistics}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
         dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
-        fits = all(is_float(node) and node.meta["val"].dtype == dtype for node in ends)
+        fits = all(node not in shared and is_float(node) and node.meta["val"].dtype == dtype for node in ends)
         fits = fits and all(self._sizes.can_build(list(node.meta["val"].shape)) for node in ends)
         names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
         mask_numel = sum(numel(self._nodes[mask]) for mask in read)
         retaken = set(masks) - set(read)
         within = {node.name for node in dependents_within(stored, self._derivable)}
         retakes = bool(retaken) and retaken <= within & self._sole
-        tame = is_tame(chain, stored)
-        has_poles = not tame and bool(poles(chain, stored, ORDER))
+        tame = is_tame(chain, starts)
+        has_poles = not tame and bool(poles(chain, starts, ORDER))
+        # Of poles among usual numbers a sample says little, and coefficients of no more elements are sound.
+        is_inferior = has_poles and bool(names) and total <= tensor.numel
         return {
             "bends": True,
             "is_tame": tame,
             "has_poles": has_poles,
-            # Of poles among usual numbers a sample says little: coefficients are sound.
-            "values_allowed": tame or not ((has_poles and names) or self._has_poles_with_others(stored, chain)),
+            "values_allowed": tame or not (is_inferior or self._has_poles_with_others(starts, chain)),
             "coefficients": Coefficients(names, dtype, total, read, mask_numel, self._unread(ends, chain), retakes),
             "statistics": statistics,
         }
@@ -191,16 +194,16 @@ class _Decisions:
         found = (self._nodes[name] for name in self._statistics)
         return tuple(node.name for node in found if is_read_through(given, node, chain, self._derivable))
 
-    def _has_poles_with_others(self, stored: fx.Node, chain: AbstractSet[fx.Node]) -> bool:
+    def _has_poles_with_others(self, starts: Collection[fx.Node], chain: AbstractSet[fx.Node]) -> bool:
         """Whether the ``chain`` of a tensor has a pole that another rounded tensor leads to as well.
 
         What either does alone is measured, but ``(a + b) ** 0.5`` may be defined for all that is made of ``a``, and of
         ``b``, and not for both together.
         """
-        own, given = poles(chain, stored), self._masks.hosts.keys()
+        own, given = poles(chain, starts), self._masks.hosts.keys()
         names = (n for n in self._masks.values if own and not self._reasons.get(n))
-        others = (self._nodes[name] for name in names if self._nodes[name] is not stored)
-        return any(own & poles(dependents_within(other, self._derivable, given), other) for other in others)
+        others = (self._nodes[name] for name in names if self._nodes[name] not in starts)
+        return any(own & poles(dependents_within(other, self._derivable, given), [other]) for other in others)
 
     def merging(self, how: Encoding) -> Encoding:
         """``how`` with the mask that its codes could tell."""

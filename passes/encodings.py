@@ -258,7 +258,9 @@ class Quantize(Encoding):
         nodes = tuple(forward.backward[name] for name in self.coefficients.nodes)
         like = tuple(node.meta["val"] for node in nodes)
         joined = forward.joined([forward.derive(node) for node in nodes])
-        forward.save(value, forward.compress(joined, code, value.name, mask))
+        blob = forward.compress(joined, code, value.name, mask)
+        for saved in (value, *forward.aliases.get(self.name, ())):
+            forward.save(saved, blob)
         for name in self.coefficients.frees:
             forward.drop(name)
         return MaskRead(value, self.coefficients.masks, self.order), CoefficientsRead(value, nodes, like, code)

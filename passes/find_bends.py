@@ -50,23 +50,23 @@ def dependents_within(start: fx.Node, within: Collection[fx.Node], masks: Collec
     return seen
 
 
-def bends(chain: Collection[fx.Node], start: fx.Node, straight: Collection[object] = ()) -> bool:
-    """Whether any node of ``chain`` behind ``start`` is not affine in the others; ``straight`` are taken to be."""
-    behind = (node for node in chain if node is not start and node.target not in straight)
+def bends(chain: Collection[fx.Node], starts: Collection[fx.Node], straight: Collection[object] = ()) -> bool:
+    """Whether any node of ``chain`` behind its ``starts`` is not affine in the others; ``straight`` are taken to be."""
+    behind = (node for node in chain if node not in starts and node.target not in straight)
     return not all(_is_straight(node, chain) for node in behind)
 
 
-def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
-    """Whether what backward makes of ``start`` in ``chain`` is defined for all numbers, and smooth at 8 bits.
+def is_tame(chain: Collection[fx.Node], starts: Collection[fx.Node]) -> bool:
+    """Whether what backward makes of ``starts`` in ``chain`` is defined for all numbers, and smooth at 8 bits.
 
     Numbers tell, of what works element by element: every operator of the chain is tried between the least and the
     largest of the numbers that reach it. From all magnitudes it makes numbers; of numbers of order one, a step of 8
     bits moves nothing by more than a quarter.
     """
-    anywhere, usual = {start: numbers()}, {start: numbers(ORDER)}
+    anywhere, usual = dict.fromkeys(starts, numbers()), dict.fromkeys(starts, numbers(ORDER))
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in usual]
-        if node is start or not inputs:
+        if node in starts or not inputs:
             continue
         if packet_of(node) in MOVES or packet_of(node) is None:
             anywhere[node], usual[node] = anywhere[inputs[0]], usual[inputs[0]]
@@ -86,15 +86,15 @@ def is_tame(chain: Collection[fx.Node], start: fx.Node) -> bool:
     return True
 
 
-def poles(chain: Collection[fx.Node], start: fx.Node, largest: float = math.inf) -> set[fx.Node]:
-    """The nodes of ``chain`` that make no number of some number that ``start`` leads to, element by element.
+def poles(chain: Collection[fx.Node], starts: Collection[fx.Node], largest: float = math.inf) -> set[fx.Node]:
+    """The nodes of ``chain`` that make no number of some number that ``starts`` lead to, element by element.
 
-    ``largest`` is the largest magnitude of what is tried for ``start``.
+    ``largest`` is the largest magnitude of what is tried for ``starts``.
     """
-    anywhere, found = {start: numbers(largest)}, set[fx.Node]()
+    anywhere, found = dict.fromkeys(starts, numbers(largest)), set[fx.Node]()
     for node in sorted(chain):
         inputs = [i for i in node.all_input_nodes if i in chain]
-        if node is start or not inputs or any(i not in anywhere for i in inputs):
+        if node in starts or not inputs or any(i not in anywhere for i in inputs):
             continue
         if packet_of(node) in MOVES or packet_of(node) is None:
             anywhere[node] = anywhere[inputs[0]]

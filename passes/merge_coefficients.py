@@ -132,7 +132,7 @@ def _is_worth_it(factors: Collection[fx.Node], inner: Sequence[fx.Node], varies:
     before = ancestors(factors) & varies
     sources = [node for node in before if node.op == "placeholder"]
     within = before | set(inner)
-    return len(decisions) > 1 or any(bends(dependents_within(source, within), source) for source in sources)
+    return len(decisions) > 1 or any(bends(dependents_within(source, within), [source]) for source in sources)
 
 
 def _merge(root: fx.Node, end: fx.Node, inner: Sequence[fx.Node]) -> fx.Node:

@@ -1,8 +1,9 @@
-"""Save the sums that backward makes of a saved tensor and others, in the tensor's place.
+"""Save the sums, and products, that backward makes of a saved tensor and others, in the tensor's place.
 
 The partitioner saves what products return, and backward adds it up again. Along a residual stream every sum would hold
-the errors of all codes before it, and the last sum, which backward needs first, would have all of them decompressed.
-Where all that backward reads of a tensor goes by way of one sum, forward can save this: it takes as many bytes.
+the errors of all codes before it, and the last sum, which backward needs first, would have all of them decompressed;
+what is multiplied by another tensor has its errors magnified. Where all that backward reads of a tensor goes by way of
+one such result, forward can save this: it takes as many bytes.
 """
 
 from collections import Counter
@@ -49,12 +50,12 @@ def _is_stored_alike(node: fx.Node, start: fx.Node) -> bool:
 
 
 def _last_sum(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
-    """The last node that adds something as large to ``start``, by affine operators, and that all reads go through."""
+    """The last node that joins something as large to ``start``, by affine operators, and that all reads go through."""
     chain = dependents_within(start, derivable)
     for node in sorted(chain - {start}, reverse=True):
-        adds = any(is_float(i) and numel(i) == numel(start) and i not in chain for i in node.all_input_nodes)
-        fits = adds and bool(node.users) and is_float(node) and numel(node) == numel(start)
+        joins = any(is_float(i) and numel(i) == numel(start) and i not in chain for i in node.all_input_nodes)
+        fits = joins and bool(node.users) and is_float(node) and numel(node) == numel(start)
         if fits and _is_stored_alike(node, start) and is_read_through([node], start, chain, derivable):
             before = dependents_within(start, derivable, {node.name})
-            return None if bends({*before, node}, start) else node
+            return None if bends({*before, node}, [start]) else node
     return None
