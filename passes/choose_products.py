@@ -3,11 +3,12 @@
 A saved result of such an operator can be dropped where what it was computed from is saved, too, or comes from the
 caller: nothing is computed again from something that is itself computed again by a product, so that backward never
 rebuilds more than one layer. Candidates are taken by seconds per byte, cheapest first, with floating-point operations
-for seconds.
+for seconds; last those without which more bytes could be dropped.
 """
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
-from gact_fx.graphs.operator_table import POLES
-from gact_fx.graphs.operators import OpOverload, packet_of
+from gact_fx.graphs.operators import OpOverload
 from gact_fx.passes.encodings import Quantize
-from gact_fx.passes.find_bends import dependents_within
-from gact_fx.passes.find_masks import derivable_nodes
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
@@ -54,7 +52,7 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     dropped: set[str] = set()
     needed: set[str] = set()
     freed = 0.0
-    for candidate in sorted(_candidates(pair, analysis), key=lambda c: (c.flops / c.nbytes, c.name)):
+    for candidate in _in_order(_candidates(pair, analysis)):
         if spare_nbytes is not None and freed >= spare_nbytes:
             break
         if candidate.name in needed or candidate.needs & dropped:
@@ -66,6 +64,13 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     return frozenset(chosen)
 
 
+def _in_order(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    kept = Counter[str]()
+    for candidate in candidates:
+        kept.update(dict.fromkeys(candidate.needs, candidate.nbytes))
+    return sorted(candidates, key=lambda c: (kept[c.name] > c.nbytes, c.flops / c.nbytes, c.name))
+
+
 def usual_nbytes(analysis: GraphAnalysis) -> float:
     """Bytes that a graph holds with every code of the usual width."""
     return fixed_nbytes(analysis) + sum(tensor.numel for tensor, _ in analysis.quantized()) * USUAL_BITS / 8
@@ -74,14 +79,11 @@ def usual_nbytes(analysis: GraphAnalysis) -> float:
 def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
     sources = {value.source: value.name for value in pair.saved_values()}
     values = {value.name: value for value in pair.saved_values()}
-    derivable = derivable_nodes(pair)
     found = []
     for tensor, how in analysis.pairs():
         value = values[tensor.name]
-        # Computed again from rounded values, what is exponentiated would no longer fit its statistics.
-        if not isinstance(how, Quantize):
-            continue
-        if how.bends and _exponentiates(value.placeholder, derivable):
+        # Computed again from rounded values it would no longer fit its statistics, or come upon poles.
+        if not isinstance(how, Quantize) or (how.bends and (how.statistics or not how.is_tame)):
             continue
         # What computes it from other saved values and inputs, these included.
         region = ancestors(value.source.all_input_nodes, sources.__contains__)
@@ -95,11 +97,6 @@ def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:
             nbytes = math.ceil(tensor.numel * USUAL_BITS / 8)
             found.append(_Candidate(tensor.name, nbytes, sum(flops.values()), products, needs))
     return found
-
-
-def _exponentiates(start: fx.Node, derivable: Collection[fx.Node]) -> bool:
-    """Whether a small error in ``start`` may become an unbounded one in what backward computes of saved values."""
-    return any(packet_of(node) in POLES for node in dependents_within(start, derivable) - {start})
 
 
 def _flops(node: fx.Node) -> int:

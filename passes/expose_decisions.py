@@ -36,6 +36,7 @@ def expose_decisions(pair: GraphPair, context: Context) -> None:
                 with graph.inserting_before(node):
                     spelled = spell(write, *node.args, **node.kwargs)
                 if spelled is not None:
+                    spelled.meta["spells"] = node.name
                     _compare_inputs_instead(node)
                     node.replace_all_uses_with(spelled)
 

@@ -65,6 +65,10 @@ class ForwardEditor:
             arguments = fx.map_arg((node.args, node.kwargs), lambda i: inputs[i])
             if arguments == (twin.args, twin.kwargs):
                 return twin
+        # Of a decision that backward spells out forward has the result.
+        spelled: fx.Node | None = self._forward.get(node.meta.get("spells", ""))
+        if spelled is not None and {*spelled.all_input_nodes} <= {*inputs.values()}:
+            return spelled
         graph = self._pair.forward.graph
         with graph.inserting_after(latest(self._pair.forward, list(inputs.values()))):
             copy = graph.node_copy(node, lambda i: inputs[i])

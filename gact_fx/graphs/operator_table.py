@@ -40,10 +40,6 @@ REDUCTIONS: Table = frozenset(
     {aten.mean, aten.sum, aten.amax, aten.amin, aten.max, aten.min, aten.var_mean, aten.var, aten.std, aten.logsumexp,
      aten.prod, aten.norm, aten.linalg_vector_norm}
 )  # fmt: skip
-# From rounded values they give what is off by any factor, or not finite.
-POLES: Table = frozenset(
-    {aten.exp, aten.exp2, aten.expm1, aten.log, aten.reciprocal, aten.rsqrt, aten._softmax, aten._log_softmax}
-)
 # Of several results these, by position, are statistics of rows or channels.
 STATISTICS: dict[object, tuple[int, ...]] = {
     aten.native_layer_norm: (1, 2), aten.native_group_norm: (1, 2), aten.native_batch_norm: (1, 2),

@@ -327,10 +327,11 @@ def test_what_matters_is_not_lost() -> None:
 @pytest.mark.slow
 @INNER
 def test_what_leaks_by_way_of_a_bend(inner: str) -> None:
-    """Masks beside the codes, or codes of what backward makes of them: whatever it is, within the budget."""
+    """Masks beside the codes, where the sigmoid is computed again; eager PyTorch saves what it returns."""
     x, model = images(), Bending()
     gact_fx.compile(model, sample_batches=[(x,)], inner=inner, budget_bits=8, min_elements=64)
-    assert not merged(gact_fx.inspect(model).plan)
+    if inner == "inductor":
+        assert not merged(gact_fx.inspect(model).plan)
     assert relative_error_of(model, x) < 0.015
     assert (gact_fx.inspect(model).average_bits or 0) <= 8
 
