@@ -265,12 +265,17 @@ MEASURED = [
 ]  # fmt: skip
 # Backward magnifies what codes do to them, by as much as is predicted.
 MAGNIFIED = ["pinv", "scatter prod"]
+# While profiled, log-probabilities themselves are stored, at 8 bits, of which backward takes the exponential.
+PROFILED = {"embedding": 0.05}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in MEASURED + MAGNIFIED])
 def test_gradient(name: str) -> None:
-    assert all(error < 0.02 for error in errors(Between(CASES[name]())))
+    torch.manual_seed(0)
+    profiled, planned = errors(Between(CASES[name]()))
+    assert profiled < PROFILED.get(name, 0.02)
+    assert planned < 0.02
 
 
 @pytest.mark.slow
