@@ -11,6 +11,7 @@ import argparse
 import collections
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from op_judge import Verdict, judge_module
@@ -95,6 +96,8 @@ OPERATORS: dict[str, Binary] = {
     "outer": lambda a, b: a @ (b.t() @ b) / ROWS,
     "huber": lambda a, b: F.smooth_l1_loss(a, b, reduction="none"),
     "cosine": lambda a, b: a * F.cosine_similarity(a, b, dim=-1).unsqueeze(-1),
+    "detach, bent": lambda a, b: a * (3 * b.detach()).sin(),
+    "detach of itself": lambda a, b: a * (8 * a.detach()).cos(),
 }
 NAMES = ["linear", *OPERATORS]
 
@@ -118,19 +121,19 @@ class Program(nn.Module):
         return torch.stack([(h.tanh() * weights).sum() for h in made[-2:]]).sum()
 
 
-def steps_of(seed: int) -> list[Step]:
-    """A program of 5 to 25 operators, of which about a quarter is linear layers."""
+def steps_of(seed: int, known: int = len(NAMES)) -> list[Step]:
+    """A program of 5 to 25 of the first ``known`` operators, of which about a quarter is linear layers."""
     drawn = random.Random(seed)
     count = drawn.randint(5, 25)
-    kinds = [0 if drawn.random() < 0.25 else drawn.randrange(1, len(NAMES)) for _ in range(count)]
+    kinds = [0 if drawn.random() < 0.25 else drawn.randrange(1, known) for _ in range(count)]
     return [(kind, drawn.randrange(60), drawn.randrange(60)) for kind in kinds]
 
 
-def judge_program(steps: Sequence[Step], bits: int = 8, inner: str = "eager") -> Verdict:
+def judge_program(steps: Sequence[Step], bits: int = 8, **options: Any) -> Verdict:
     """Whether the program's gradient is off by no more than three times the deviation that its plan predicts."""
     torch.manual_seed(0)
     model = Program(steps)
-    return judge_module(model, [torch.randn(ROWS, WIDTH) * 1.5], bits, inner=inner, seed=1)
+    return judge_module(model, [torch.randn(ROWS, WIDTH) * 1.5], bits, seed=1, **options)
 
 
 def text(steps: Sequence[Step]) -> str:
@@ -150,10 +153,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--recompute", choices=("auto", "off", "full"), default="auto")
     given = parser.parse_args()
     count: collections.Counter[str] = collections.Counter()
     for seed in range(given.seed, given.seed + given.count):
-        verdict = judge_program(steps_of(seed), given.bits, given.inner)
+        verdict = judge_program(steps_of(seed), given.bits, inner=given.inner, recompute=given.recompute)
         count[verdict.kind] += 1
         if verdict.kind not in ("right", "unstable") or given.count == 1:
             print(f"seed {seed}: {verdict}\n{text(steps_of(seed))}", flush=True)
