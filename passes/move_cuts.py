@@ -27,7 +27,7 @@ def move_cuts(pair: GraphPair, context: Context) -> None:
     """Edit both graphs in place."""
     derivable = derivable_nodes(pair)
     for value in _movable(pair):
-        total = _last_sum(value.placeholder, derivable)
+        total = _last_joining(value.placeholder, derivable)
         if total is not None:
             pair.replace_saved(value, ForwardEditor(pair, {}).derive(total))
             replace_reads(total, value.placeholder, set())
@@ -49,7 +49,7 @@ def _is_stored_alike(node: fx.Node, start: fx.Node) -> bool:
     return dtype in SOURCE_DTYPES and dtype.itemsize <= start.meta["val"].dtype.itemsize
 
 
-def _last_sum(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
+def _last_joining(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
     """The last node that joins something as large to ``start``, by affine operators, and that all reads go through."""
     chain = dependents_within(start, derivable)
     for node in sorted(chain - {start}, reverse=True):
