@@ -144,11 +144,10 @@ def by_seed(pair: GraphPair, inputs: list[torch.Tensor], seeds: int) -> Iterator
         yield run(pair, inputs)
 
 
-# Softshrink is not among them: it takes the sign of what is rounded, with a bias that is measured before a plan takes
-# it (`bent_networks`). With exact signs beside the codes, the gradient of as many bytes would be twice as far off.
 PIECEWISE_LINEAR: dict[str, Function] = {
     **{name: SPELLED[name] for name in ("relu", "relu6", "clamp", "abs", "hardtanh", "leaky_relu")},
     "hardsigmoid": F.hardsigmoid,
+    "softshrink": F.softshrink,
     "hardshrink": F.hardshrink,
     "threshold": lambda y: F.threshold(y, 0.5, 0.0),
     "prelu": lambda y: F.prelu(y, torch.tensor([0.25])),
