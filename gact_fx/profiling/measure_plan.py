@@ -30,6 +30,8 @@ ENOUGH = 2**18
 MOST_DRAWS = 4
 # A gradient of so many elements differs little from draw to draw.
 FEW = 2**10
+# Between 1 and 2.
+_SCALES = 2**20
 Given = dict[str, Callable[[], torch.Tensor]]
 
 
@@ -136,10 +138,17 @@ class _Graph:
 
 
 def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.Tensor:
-    """``values`` as codes give them back, which tell what is ``stopped`` as well."""
-    marked = values if stopped is None else values.masked_fill(stopped.mask.view(values.shape), float("nan"))
-    blob = operators.compress(marked, *code.to_compress())
-    found = operators.decompress(blob, values.shape, values.dtype, *code.to_decompress())
+    """``values`` as codes give them back, which tell what is ``stopped`` as well.
+
+    Their scale is drawn, too: on its own, a value that counts for most may be a code by luck.
+    """
+    scale = 2 ** (code.seed % _SCALES / _SCALES)
+    scaled = scale * (values.float() if values.element_size() < 4 else values)
+    if stopped is not None:
+        scaled = scaled.masked_fill(stopped.mask.view(values.shape), float("nan"))
+    blob = operators.compress(scaled, *code.to_compress())
+    found = operators.decompress(blob, scaled.shape, scaled.dtype, *code.to_decompress())
+    found = (found / scale).to(values.dtype)
     if stopped is None:
         return found
     filled = torch.zeros_like(values) if stopped.error is None else values + stopped.error.view(values.shape)

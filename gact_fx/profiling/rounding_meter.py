@@ -3,7 +3,7 @@
 With a_i the mean squared sensitivity of the gradient to element i (`measure_adjoint`), codes with independent errors
 add ``sum_i a_i var_i``. The variance of an error is known for every rounding: ``step^2 p (1 - p)`` for stochastic
 rounding of a value that lies p steps above a code, ``step^2 / 12`` for subtractive dither, where a step is the range
-of the group over ``2^bits - 1``, rounded up to what a blob has of it. So nothing is drawn: ranges and weights are
+of the group over ``2^bits - 1``, rounded up as a blob's are in the mean. So nothing is drawn: ranges and weights are
 summed over the whole tensor, and what depends on p is evaluated on blocks of it.
 """
 
@@ -16,6 +16,7 @@ from torch import fx
 from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
+from gact_fx.profiling.neighbours import STEP_BITS, rounded_up
 from gact_fx.records import Sensitivity
 
 # The width and group size that c_l is quoted at.
@@ -25,8 +26,8 @@ MARGIN = 2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
 BIAS_WEIGHT = 10.0
 FINEST = 6
-# Mantissa of a stored step, the leading bit included: of regular groups, and of those with a code for a mask.
-STEP_BITS, MERGED_STEP_BITS = 8, 5
+# Mantissa of the stored step of a group with a code for a mask, the leading bit included.
+MERGED_STEP_BITS = 5
 _CELL = 32
 _BLOCK = 1024
 _MAX_BLOCKS = 32
@@ -216,7 +217,7 @@ class _Weighed:
         widths = range(1 + merged, finest + 1)
         levels = torch.tensor([2**bits - 1 - merged for bits in widths], dtype=span.dtype, device=span.device)
         # Where most values are the largest but for a few, most of what is added comes of the rounding of the step.
-        steps = _stored(span / levels.view(-1, 1, 1), MERGED_STEP_BITS if merged else STEP_BITS)
+        steps = rounded_up(span / levels.view(-1, 1, 1), MERGED_STEP_BITS if merged else STEP_BITS)
         p = torch.where(steps > 0, (values - low) / steps, 0).frac_()
         sums = torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(2).double().sum(1)
         stochastic = dict(zip(widths, sums.tolist(), strict=True))
@@ -229,12 +230,6 @@ class _Weighed:
         distance = torch.where(self._block_values == 0, 0, distance)
         weighted = self._block_weights.double() * distance.double().square()
         return float(weighted.sum()) / 6 / max(probes, 1)
-
-
-def _stored(steps: torch.Tensor, bits: int) -> torch.Tensor:
-    """``steps`` as blobs have them: rounded up to so many bits of mantissa, the leading one included."""
-    mantissa, exponent = torch.frexp(steps)
-    return torch.ldexp((mantissa * 2**bits).ceil(), exponent - bits)
 
 
 def _padded(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

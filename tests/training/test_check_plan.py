@@ -1,5 +1,6 @@
 """Plans are tried on the recorded step: what codes do together, against what was predicted of each."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,8 +9,9 @@ from typing import Any
 import bent_networks
 import pytest
 import torch
-from conftest import Mixed, mixed_batch
+from conftest import Mixed, gradients, mixed_batch, relative_error
 from torch import nn
+from torch.nn import functional as F
 
 import gact_fx
 from gact_fx.config import Config
@@ -209,3 +211,34 @@ def test_what_a_single_number_shows_by_chance_is_not_believed(seed: int) -> None
     found = gact_fx.measure_gradient_error(model, batches, draws=16)
     assert found.predicted_variance is not None
     assert (found.total.variance + found.total.bias_estimate**2) / found.predicted_variance < 4
+
+
+class FewThatCount(nn.Module):
+    """The gradient is that of the few largest elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.out = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, t, y = (layer(x) for layer in self.layers)
+        factor = (F.elu(self.norm(h)) * (8 * t).exp()).detach()
+        return (self.out(y * factor + F.gelu(t)) + h.sin()).square().mean()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("seed", [7, 11, 14])
+def test_an_element_that_counts_for_most_is_no_code_by_luck(seed: int, inner: str) -> None:
+    torch.manual_seed(seed)
+    model, x = FewThatCount(), torch.randn(256, 64)
+    reference = copy.deepcopy(model)
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=128, sample_batches=[(x,)])
+    model(x).backward()
+    reference(x).backward()
+    plan = gact_fx.inspect(model).plan
+    exact = gradients(reference)
+    assert plan is not None and plan.variance is not None
+    predicted = (plan.variance / sum(float(g.square().sum()) for g in exact)) ** 0.5
+    assert relative_error(gradients(model), exact) <= min(3 * predicted, 0.02)
