@@ -23,7 +23,7 @@ from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.profiling.chains import Chain
-from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw
+from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw, farthest
 
 # Widths at which chains are evaluated, where values are exact and where they are read from 8 bits, between which they
 # say nothing. Logarithms are interpolated between them.
@@ -105,8 +105,8 @@ def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> 
     flat = values.reshape(-1)
     for first in range(0, len(flat), _CHUNK):
         positions = torch.arange(first, min(first + _CHUNK, len(flat)), device=flat.device)
-        low, high, _ = ROUNDINGS[rounding](flat[positions], bits)
-        ends = (chain.evaluate_at(side, positions) for side in (low, high))
+        sides = farthest(flat[positions], bits, rounding)
+        ends = (chain.evaluate_at(side, positions) for side in sides)
         if not all(bool(end.isfinite().all()) for found in ends for end in found.values()):
             return False
     return True

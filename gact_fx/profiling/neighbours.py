@@ -41,6 +41,19 @@ ROUNDINGS: dict[str, Callable[[torch.Tensor, int], Neighbours]] = {
 }
 
 
+def farthest(x: torch.Tensor, bits: int, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the most that codes can make of every element, however steps are rounded up."""
+    groups, restore = _grouped(x)
+    minimum, step = _grid(groups, bits)
+    step = step * (1 + 2 ** (1 - STEP_BITS))
+    low, high = groups - step / 2, groups + step / 2
+    if rounding == "stochastic":
+        low = (groups - step).maximum(minimum)
+        high = (groups + step).minimum(minimum + (2**bits - 1) * step)
+    finite = groups.isfinite()
+    return restore(torch.where(finite, low, groups)), restore(torch.where(finite, high, groups))
+
+
 def rounded_up(steps: torch.Tensor, bits: int = STEP_BITS) -> torch.Tensor:
     """``steps`` (..., groups, 1) as blobs have them in the mean over groups, with so many bits of mantissa."""
     mantissa, exponent = torch.frexp(steps)

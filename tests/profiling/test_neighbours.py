@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gact_fx import ops
-from gact_fx.profiling.neighbours import ROUNDINGS, codes_beside
+from gact_fx.profiling.neighbours import ROUNDINGS, codes_beside, farthest
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -44,6 +44,25 @@ def test_the_largest_element_is_a_code_by_luck_alone(bits: int) -> None:
     found = torch.stack(errors).square().mean(0)
     assert float(expected[1:].mean()) == pytest.approx(float(found[1:].mean()), rel=0.3)
     assert float(expected[0]) == pytest.approx(float(expected[1:].mean()), rel=0.3)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("rounding", ["stochastic", "dither"])
+def test_no_code_is_farther(rounding: str, bits: int) -> None:
+    """Whatever the scale, on which depends how steps are rounded."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x[0, :3] = torch.tensor([-torch.inf, torch.inf, torch.nan])
+    low, high = farthest(x, bits, rounding)
+    assert low[0, :2].equal(x[0, :2]) and high[0, :2].equal(x[0, :2])
+    least, most = torch.full_like(x, torch.inf), torch.full_like(x, -torch.inf)
+    for seed in range(64):
+        found = coded(x * (1 + seed / 64), bits, seed, rounding) / (1 + seed / 64)
+        least, most = least.minimum(found), most.maximum(found)
+    slack = 1e-5
+    assert bool((least >= low - slack)[1:].all() and (most <= high + slack)[1:].all())
+    # Not all of that is slack.
+    ends = x[1:].argmax(1, keepdim=True)
+    assert bool((most[1:].gather(1, ends) > x[1:].gather(1, ends)).any())
 
 
 def coded(x: torch.Tensor, bits: int, seed: int, rounding: str) -> torch.Tensor:
