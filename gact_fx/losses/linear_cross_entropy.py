@@ -1,0 +1,200 @@
+"""``gact_fx::linear_cross_entropy``: the cross-entropy of a linear layer, whose output is never there whole.
+
+Of rows ``hidden`` (N, D) and a ``weight`` (V, D), the logits (N, V) of a language model are larger than anything else
+in it. Here they are computed, used and forgotten slab by slab, a slab being some of the V columns for all rows: in
+forward for the logarithm of every row's sum of exponentials, and again in backward for the gradients, where each
+slab gives its own rows of the weight's gradient and a part of the gradient of ``hidden``. So backward computes one
+matrix product more, and needs nothing from forward but that logarithm.
+
+The loss of row i with target t, weights w of classes and label smoothing e is, as `torch.nn.functional.cross_entropy`
+defines it with ``reduction="none"``::
+
+    (1 - e) w_t (lse_i - z_t) + e / V sum_c w_c (lse_i - z_c)
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gact_fx.graphs.operators import assert_async
+
+# Elements of a slab: 32 MiB of float32.
+SLAB = 2**23
+# Columns that a matrix product is worth calling for.
+_FEWEST = 256
+
+_library = torch.library.Library("gact_fx", "FRAGMENT")
+_library.define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+    "Tensor? logits, int ignore_index, float label_smoothing) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "linear_cross_entropy_backward(Tensor grad_loss, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor? bias, "
+    "Tensor target, Tensor? class_weight, Tensor lse, int ignore_index, float label_smoothing, bool[3] output_mask) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    logits: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """The loss and the logarithm of the sum of exponentials of every row, both (N,), float32 or float64.
+
+    ``target`` (N,) has whole numbers in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are
+    those of ``hidden`` where somebody has computed them anyway. No gradient flows to the last two.
+
+    Raises:
+        IndexError: a target out of range; on other devices than the CPU, an assertion on the device.
+    """
+    classes = weight.shape[0]
+    counts = target != ignore_index
+    _check_targets(target, counts, classes)
+    row_target = torch.where(counts, target, 0)
+    real = _real(hidden)
+    lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
+    at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
+    for start, stop in _slabs(len(target), classes):
+        if logits is None:
+            z = _logits(hidden, weight, bias, start, stop).to(real)
+        else:
+            z = logits[:, start:stop].to(real)
+        lse = torch.logaddexp(lse, z.logsumexp(1))
+        inside, index = _places(row_target, start, stop)
+        at_target = torch.where(inside, z.gather(1, index)[:, 0], at_target)
+        if label_smoothing:
+            total += z.sum(1) if class_weight is None else z @ class_weight[start:stop].to(real)
+    of_row, of_all = _class_weights(class_weight, row_target, classes, real)
+    loss = (1 - label_smoothing) * of_row * (lse - at_target)
+    if label_smoothing:
+        loss = loss + label_smoothing / classes * (of_all * lse - total)
+    return torch.where(counts, loss, 0), lse
+
+
+def linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias; empty where ``output_mask`` does not ask for them."""
+    classes, real = weight.shape[0], _real(hidden)
+    counts = target != ignore_index
+    row_target = torch.where(counts, target, 0)
+    loss = torch.where(counts, grad_loss, 0)
+    of_row, of_all = _class_weights(class_weight, row_target, classes, real)
+    at_target = loss * (1 - label_smoothing) * of_row
+    everywhere = loss * (label_smoothing / classes)
+    of_softmax = at_target + everywhere * of_all + grad_lse
+    found = torch.zeros_like(hidden, dtype=real, memory_format=torch.contiguous_format)
+    of_hidden, of_weight, of_bias = _gradients(found, weight, bias, output_mask)
+    for start, stop in _slabs(len(target), classes):
+        z = _logits(hidden, weight, bias, start, stop).to(real)
+        change = z.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
+        inside, index = _places(row_target, start, stop)
+        change.scatter_add_(1, index, torch.where(inside, -at_target, 0)[:, None])
+        if label_smoothing:
+            parts = 1 if class_weight is None else class_weight[start:stop].to(real)
+            change.sub_(everywhere[:, None] * parts)
+        if output_mask[2]:
+            of_bias[start:stop] = change.sum(0)
+        rounded = change.to(hidden.dtype)
+        if output_mask[1]:
+            torch.mm(rounded.t(), hidden, out=of_weight[start:stop])
+        if output_mask[0]:
+            part = weight[start:stop]
+            _ = of_hidden.addmm_(rounded, part) if real == hidden.dtype else of_hidden.add_(rounded @ part)
+    return of_hidden.to(hidden.dtype), of_weight, of_bias
+
+
+def _real(hidden: Tensor) -> torch.dtype:
+    """What exponentials are added in."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _slabs(rows: int, classes: int) -> Iterator[tuple[int, int]]:
+    width = max(SLAB // max(rows, 1), _FEWEST)
+    for start in range(0, classes, width):
+        yield start, min(start + width, classes)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+
+
+def _places(target: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Whether a row's target is in a slab, and the column (N, 1) of the slab that it is."""
+    inside = (target >= start) & (target < stop)
+    return inside, (target - start).clamp(0, stop - start - 1)[:, None]
+
+
+def _class_weights(weights: Tensor | None, target: Tensor, classes: int, real: torch.dtype) -> tuple[Any, Any]:
+    """Every row's own, and the sum of all."""
+    return (1.0, float(classes)) if weights is None else (weights[target].to(real), weights.to(real).sum())
+
+
+def _gradients(
+    of_hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = weight.new_empty(0)
+    of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if mask[1] else none
+    of_bias = torch.empty_like(bias) if mask[2] and bias is not None else none.clone()
+    return of_hidden if mask[0] else none.clone(), of_weight, of_bias
+
+
+def _check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
+    inside = ((target >= 0) & (target < classes)) | ~counts
+    if target.device.type != "cpu":
+        assert_async(inside.all(), "cross-entropy: a target is out of bounds")
+    elif not bool(inside.all()):
+        raise IndexError(f"Target {int(target[~inside][0])} is out of bounds.")
+
+
+def _forward_fake(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows = target.new_empty(target.shape, dtype=_real(hidden))
+    return rows, torch.empty_like(rows)
+
+
+def _backward_fake(
+    grad_loss: Tensor, grad_lse: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_hidden = hidden.new_empty(hidden.shape)
+    return _gradients(of_hidden, weight, bias, rest[-1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, bias, target, class_weight, _, *ctx.options = inputs
+    ctx.save_for_backward(hidden, weight, bias, target, class_weight, output[1])
+
+
+def _differentiate(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
+    backward = torch.ops.gact_fx.linear_cross_entropy_backward.default
+    found = backward(grad_loss, grad_lse, *ctx.saved_tensors, *ctx.options, mask)
+    gradients = [gradient if needed else None for gradient, needed in zip(found, mask, strict=True)]
+    return (*gradients, None, None, None, None, None)
+
+
+for _operator, _fake in ((linear_cross_entropy, _forward_fake), (linear_cross_entropy_backward, _backward_fake)):
+    _library.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gact_fx::{_operator.__name__}", _fake, lib=_library)
+torch.library.register_autograd(
+    "gact_fx::linear_cross_entropy", _differentiate, setup_context=_save, lib=_library
+)
