@@ -16,7 +16,10 @@ _CHOICES = {
     "inner": ("inductor", "eager"),
     "fuse": ("auto", "on", "off"),
 }
-_SWITCHES = {"dynamic": (None, False, True), "fullgraph": (False, True), "swap": (False, True)}
+_SWITCHES = {
+    "dynamic": (None, False, True),
+    **dict.fromkeys(("fullgraph", "swap", "split_loss", "loss_only"), (False, True)),
+}
 
 
 def _is_whole(value: object) -> bool:
@@ -84,6 +87,10 @@ class Config:
             other libraries): ``"measure"`` tries while profiling whether such an operator is linear in the gradient,
             and what codes of all else that it reads do; what fails, or is not profiled, stays as it is. ``"exact"``
             leaves all of it as it is.
+        split_loss: compute a linear layer and the cross-entropy behind it in pieces, where the logits in between would
+            have four million elements or more. Backward then computes the layer's product once more.
+        loss_only: the caller reads the loss alone: logits that the model returns beside it, and that ``split_loss``
+            splits, are never there whole, and are NaN in what is returned.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
@@ -116,6 +123,8 @@ class Config:
     recompute: str = "auto"
     swap: bool = False
     unknown_operators: str = "measure"
+    split_loss: bool = True
+    loss_only: bool = False
     dynamic: bool | None = None
     fullgraph: bool = False
     mode: str | None = None

@@ -6,6 +6,8 @@ Private, tried with torch 2.11 and 2.13:
 
 - ``torch._dynamo.config.patch`` with ``recompile_limit`` and ``accumulated_recompile_limit``: for single compilations
   only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
+- ``torch._dynamo.config.ignore_logger_methods``, by which logging does not break a graph (public would be a decorator
+  of ``torch.compiler``);
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
 - ``torch._dynamo.exc.BackendCompilerFailed`` (public would be a class of ``torch.compiler``);
 - ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
@@ -18,6 +20,7 @@ Private, tried with torch 2.11 and 2.13:
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -41,16 +44,30 @@ def compile_apart(
     if can_isolate:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
-    if can_isolate or generation == 1:
+    is_held_back = generation > 1 and not can_isolate
+    silent = _said_once()
+    if not is_held_back and not silent:
         return compiled
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         config = torch._dynamo.config
-        with config.patch(recompile_limit=generation * config.recompile_limit):
+        limit = (generation if is_held_back else 1) * config.recompile_limit
+        ignored = config.ignore_logger_methods | silent
+        with config.patch(recompile_limit=limit, ignore_logger_methods=ignored):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _said_once() -> set[Callable[..., Any]]:
+    """What transformers says once, by which it breaks the graph in every call: GPT-2's, between its head and its loss.
+
+    A graph that is compiled does not say it.
+    """
+    module = sys.modules.get("transformers.utils.logging")
+    found = (getattr(module, name, None) for name in ("warning_once", "info_once"))
+    return {method for method in found if callable(method)}
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import gact_fx.graphs.linear_cross_entropy  # noqa: F401 (its operators are in the tables)
+
 aten, prims = torch.ops.aten, torch.ops.prims
 Table = frozenset[Any]
 
@@ -45,7 +47,7 @@ STATISTICS: dict[object, tuple[int, ...]] = {
     aten.native_layer_norm: (1, 2), aten.native_group_norm: (1, 2), aten.native_batch_norm: (1, 2),
     aten._native_batch_norm_legit_functional: (1, 2, 3, 4), aten._scaled_dot_product_flash_attention_for_cpu: (1,),
     aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
-    aten._scaled_dot_product_cudnn_attention: (1,),
+    aten._scaled_dot_product_cudnn_attention: (1,), torch.ops.gact_fx.linear_cross_entropy: (0, 1),
 }  # fmt: skip
 # Of several results these, by position, are the mean of every channel and 1 / deviation.
 BATCH_NORMS: dict[object, tuple[int, int]] = {
@@ -64,6 +66,8 @@ NONLINEAR: dict[object, tuple[int | str, ...]] = {
     aten._fake_quantize_learnable_per_channel_affine_backward: (1, 2, 3),
     # Probabilities of alignments, as logarithms.
     aten._ctc_loss_backward: (1, 6),
+    # The rows that logits are computed from again.
+    torch.ops.gact_fx.linear_cross_entropy_backward: (2,),
     # The matrix of a system of equations.
     aten.linalg_solve_triangular: (0,), aten.linalg_lu_solve: (0,), aten._linalg_solve_ex: (0,),
     aten.linalg_inv_ex: (0,), aten.triangular_solve: (1,), aten.cholesky_solve: (1,), aten.cholesky_inverse: (0,),

@@ -17,6 +17,8 @@ from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_gr
 from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
+from gact_fx.graphs.late_product import LateProduct, with_late_products
+from gact_fx.passes.split_cross_entropy import split_cross_entropy
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.learner import Learner
 from gact_fx.training.lifecycle import State
@@ -43,6 +45,7 @@ class Backend:
         found: list[RewrittenGraph] = []
         # What the recorder knows the graph by, also where it is cut in two more than once.
         key = object()
+        late = self._split(module)
         # Asked now: what the compiled graph keeps alive must not hold a batch.
         upstream = _upstream(module, example_inputs, session)
 
@@ -68,7 +71,13 @@ class Backend:
             )  # fmt: skip
         if session.eager_regions is not None:
             run = session.eager_regions.watch(run)
-        return refuse_double_backward(outside_hooks(run))
+        return refuse_double_backward(outside_hooks(with_late_products(run, late)))
+
+    def _split(self, module: fx.GraphModule) -> list[LateProduct]:
+        """Edit the model's own graph before it is differentiated."""
+        config = self._session.config
+        is_wanted = config.split_loss and torch.is_grad_enabled()
+        return split_cross_entropy(module, loss_only=config.loss_only) if is_wanted else []
 
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
         """The joint graph cut in two and rewritten."""

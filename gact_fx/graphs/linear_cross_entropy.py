@@ -65,10 +65,8 @@ def linear_cross_entropy(
     lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
     for start, stop in _slabs(len(target), classes):
-        if logits is None:
-            z = _logits(hidden, weight, bias, start, stop).to(real)
-        else:
-            z = logits[:, start:stop].to(real)
+        z = _logits(hidden, weight, bias, start, stop) if logits is None else logits[:, start:stop]
+        z = z.to(real)
         lse = torch.logaddexp(lse, z.logsumexp(1))
         inside, index = _places(row_target, start, stop)
         at_target = torch.where(inside, z.gather(1, index)[:, 0], at_target)
@@ -195,6 +193,4 @@ def _differentiate(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tenso
 for _operator, _fake in ((linear_cross_entropy, _forward_fake), (linear_cross_entropy_backward, _backward_fake)):
     _library.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gact_fx::{_operator.__name__}", _fake, lib=_library)
-torch.library.register_autograd(
-    "gact_fx::linear_cross_entropy", _differentiate, setup_context=_save, lib=_library
-)
+torch.library.register_autograd("gact_fx::linear_cross_entropy", _differentiate, setup_context=_save, lib=_library)

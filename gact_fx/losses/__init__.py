@@ -1,1 +1,0 @@
-"""Losses that are computed in pieces, because what they are computed from is larger than all else."""
