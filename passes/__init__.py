@@ -11,6 +11,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.
 """
 
+from gact_fx.passes.add_in_place import add_in_place
 from gact_fx.passes.choose_products import choose_products
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
@@ -50,6 +51,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("read_values", read_values, edits=BACKWARD),
     Pass("defer_recomputation", defer_recomputation, edits=BACKWARD),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
+    Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
     Pass("fuse_codec", fuse_codec, edits=BOTH, when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off"),
 )

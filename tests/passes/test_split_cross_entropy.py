@@ -1,0 +1,246 @@
+"""Heads of language models are split: which, and that loss, logits and gradients stay what they were."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from torch import fx, nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.graphs import linear_cross_entropy
+from gact_fx.graphs.late_product import with_late_products
+from gact_fx.passes import split_cross_entropy as module
+
+VOCABULARY = 1000
+Loss = Callable[[torch.Tensor, torch.Tensor], Any]
+operator = torch.ops.gact_fx.linear_cross_entropy.default
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_NUMEL", 2**10)
+    monkeypatch.setattr(linear_cross_entropy, "SLAB", 2**12)
+
+
+class Model(nn.Module):
+    """Tokens to logits, and what ``loss`` makes of these."""
+
+    def __init__(self, loss: Loss, bias: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32)
+        self.head, self.loss = nn.Linear(32, VOCABULARY, bias=bias), loss
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.loss(self.head(F.gelu(self.inner(self.embedding(tokens)))), labels)
+
+
+def rows(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.float().view(-1, VOCABULARY), labels.view(-1)
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(*rows(logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()))
+
+
+def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat, target = rows(logits, labels)
+    return F.cross_entropy(flat, target) + 1e-2 * torch.logsumexp(flat, dim=-1).square().mean()
+
+
+def of_each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(*rows(logits, labels), reduction="none")
+    return (losses * torch.linspace(0, 1, len(losses))).sum()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (8, 16))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return tokens, labels
+
+
+WEIGHTS = torch.linspace(0.1, 2, VOCABULARY)
+SPLIT: dict[str, Loss] = {
+    "mean": lambda z, y: F.cross_entropy(*rows(z, y)),
+    "sum": lambda z, y: F.cross_entropy(*rows(z, y), reduction="sum") / 100,
+    "of each": of_each,
+    "shifted": shifted,
+    "reshaped, flattened": lambda z, y: F.cross_entropy(z.reshape(2, 64, VOCABULARY).flatten(0, 1), y.reshape(-1)),
+    "slice": lambda z, y: F.cross_entropy(z[:, 2:].flatten(0, 1), y[:, 2:].flatten()),
+    "other ignored": lambda z, y: F.cross_entropy(*rows(z, y.clamp(min=0)), ignore_index=0),
+    "smoothing": lambda z, y: F.cross_entropy(*rows(z, y), label_smoothing=0.1),
+    "weights": lambda z, y: F.cross_entropy(*rows(z, y), WEIGHTS),
+    "weights and smoothing": lambda z, y: F.cross_entropy(*rows(z, y), WEIGHTS, label_smoothing=0.1),
+    "z-loss": with_z_loss,
+}
+WHOLE: dict[str, Loss] = {
+    "capped": lambda z, y: F.cross_entropy(*rows(30 * torch.tanh(z / 30), y)),
+    "half of the classes": lambda z, y: F.cross_entropy(z[..., :500].reshape(-1, 500), y.view(-1) % 500),
+    "probabilities": lambda z, y: F.cross_entropy(rows(z, y)[0], torch.full((128, VOCABULARY), 1e-3)),
+    "classes come second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "without a gradient": lambda z, y: F.cross_entropy(*rows(z.detach(), y)) + z.mean(),
+}
+
+
+class Watched:
+    """A backend that splits, and runs what it gets call by call."""
+
+    def __init__(self, *, loss_only: bool = False) -> None:
+        self.calls = 0
+        self.linear = 0
+        self._loss_only = loss_only
+
+    def __call__(self, graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        late = module.split_cross_entropy(graph, loss_only=self._loss_only)
+        self.calls += len(graph.graph.find_nodes(op="call_function", target=operator))
+        self.linear += len(graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear))
+        return with_late_products(graph, late)
+
+
+def pair(loss: Loss, bias: bool = False) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model(loss, bias)
+    return model, copy.deepcopy(model)
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", SPLIT)
+def test_losses_that_are_split(name: str, bias: bool) -> None:
+    model, reference = pair(SPLIT[name], bias)
+    watched, given = Watched(), batch()
+    found, exact = torch.compile(model, backend=watched)(*given), reference(*given)
+    # The logits are computed nowhere else.
+    assert watched.calls == 1 and watched.linear == 1
+    assert found.dtype == exact.dtype
+    torch.testing.assert_close(found, exact)
+    found.backward()
+    exact.backward()
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_losses_that_are_not(name: str) -> None:
+    model, reference = pair(WHOLE[name])
+    watched, given = Watched(), batch()
+    torch.compile(model, backend=watched)(*given).backward()
+    reference(*given).backward()
+    assert watched.calls == 0
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
+
+
+def test_few_logits_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_NUMEL", 128 * VOCABULARY + 1)
+    watched = Watched()
+    torch.compile(pair(SPLIT["mean"])[0], backend=watched)(*batch())
+    assert watched.calls == 0
+
+
+@pytest.mark.parametrize("reads", ["loss", "logits", "both", "in place"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_that_are_returned_have_a_gradient_for_whoever_asks(bias: bool, reads: str) -> None:
+    model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z), bias)
+    watched, given = Watched(), batch()
+    for network in (torch.compile(model, backend=watched), reference):
+        loss, logits = network(*given)
+        assert logits.requires_grad
+        if reads == "in place":
+            logits.mul_(0.5)
+        wanted = {"loss": loss, "logits": logits.sin().mean()}
+        wanted["both"] = wanted["in place"] = wanted["loss"] + wanted["logits"]
+        wanted[reads].backward()
+    assert watched.calls == 1
+    assert relative_error(trained(model), trained(reference)) < 1e-6
+
+
+def test_logits_that_are_read_in_the_graph() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return SPLIT["mean"](logits, labels) + logits.square().mean(), logits.argmax(-1)
+
+    model, reference = pair(loss)
+    watched, given = Watched(), batch()
+    found, exact = torch.compile(model, backend=watched)(*given), reference(*given)
+    assert watched.calls == 1 and watched.linear == 2 and found[1].equal(exact[1])
+    found[0].backward()
+    exact[0].backward()
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
+
+
+def test_whoever_reads_the_loss_alone_gets_no_logits() -> None:
+    model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z))
+    watched, given = Watched(loss_only=True), batch()
+    loss, logits = torch.compile(model, backend=watched)(*given)
+    assert watched.calls == 1 and watched.linear == 1
+    assert logits.shape == (8, 16, VOCABULARY) and bool(logits.isnan().all()) and not logits.requires_grad
+    assert logits.untyped_storage().nbytes() == 8 * 16 * 4
+    loss.backward()
+    reference(*given)[0].backward()
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_training_with_logits_returned(inner: str, amp: bool) -> None:
+    model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z))
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=64)
+    given = batch()
+    for _ in range(2):
+        for network in (model, reference):
+            network.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16) if amp else contextlib.nullcontext():
+                loss, logits = network(*given)
+            (loss + logits.float().square().mean()).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.01
+
+
+def test_without_the_option_nothing_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_split", None)
+    model, _ = pair(SPLIT["mean"])
+    gact_fx.compile(model, budget_bits=8, inner="eager", min_elements=64, split_loss=False)
+    model(*batch()).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5"])
+def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 2}  # fmt: skip
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    if name == "GPT2LMHeadModel":
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, **quiet)
+        model = transformers.GPT2LMHeadModel(config)
+    elif name == "LlamaForCausalLM":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif name == "BertForMaskedLM":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **still))
+    else:
+        widths = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0}
+        config = transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **widths)
+        model = transformers.T5ForConditionalGeneration(config)
+    calls = []
+    split = module._split
+    monkeypatch.setattr(module, "_split", lambda *args: calls.append(args) or split(*args))  # type: ignore[func-returns-value]
+    reference = copy.deepcopy(model.train())
+    gact_fx.compile(model, budget_bits=8, inner="eager")
+    tokens = torch.randint(3, VOCABULARY, (4, 32))
+    for _ in range(2):
+        for network in (model, reference):
+            network.zero_grad()
+            found = network(input_ids=tokens, labels=tokens)
+            found.loss.backward()
+        assert (
+            relative_error(*([p.grad for p in n.parameters() if p.grad is not None] for n in (model, reference))) < 0.02
+        )
+    # Once to profile, once by the plan.
+    assert len(calls) == 2
