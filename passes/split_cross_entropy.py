@@ -25,7 +25,6 @@ from gact_fx.graphs.sizes import hint
 
 # Logits of fewer elements are as soon stored.
 MIN_NUMEL = 2**22
-_LINEAR = (torch._C._nn.linear, F.linear)
 _CASTS = ("float", "double", "to", "type", "bfloat16", "half", "contiguous")
 _VIEWS = ("view", "reshape", "flatten")
 _OPERATOR = torch.ops.gact_fx.linear_cross_entropy.default
@@ -94,7 +93,7 @@ def _find_head(loss: fx.Node) -> _Head | None:
 def _follow_back(rows: Any) -> _Head | None:
     """The linear layer that ``rows`` are views and casts of."""
     views: list[fx.Node] = []
-    while isinstance(rows, fx.Node) and not (rows.op == "call_function" and rows.target in _LINEAR):
+    while isinstance(rows, fx.Node) and not (rows.op == "call_function" and rows.target is F.linear):
         if not _keeps_rows(rows):
             return None
         if not _is_cast(rows):
@@ -209,7 +208,7 @@ def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     """Erase ``node`` and what it is a view of, as long as nobody reads it."""
-    while not node.users and (node.target in _LINEAR or _keeps_rows(node)):
+    while not node.users and (node.target is F.linear or _keeps_rows(node)):
         source = node.args[0]
         graph.erase_node(node)
         assert isinstance(source, fx.Node)

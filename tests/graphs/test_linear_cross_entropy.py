@@ -29,9 +29,8 @@ def inputs(dtype: torch.dtype, has_bias: bool, has_weights: bool) -> tuple[Any, 
     return hidden, weight, bias, target, class_weight
 
 
-def on_whole_logits(
-    hidden: Any, weight: Any, bias: Any, target: Any, class_weight: Any = None, smoothing: float = 0.0
-) -> Any:
+def on_whole_logits(*given: Any, smoothing: float = 0.0) -> Any:
+    hidden, weight, bias, target, class_weight = (*given, None)[:5]
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(logits, target, class_weight, reduction="none", label_smoothing=smoothing)

@@ -98,7 +98,7 @@ class Watched:
     def __call__(self, graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         late = module.split_cross_entropy(graph, loss_only=self._loss_only)
         self.calls += len(graph.graph.find_nodes(op="call_function", target=operator))
-        self.linear += len(graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear))
+        self.linear += len(graph.graph.find_nodes(op="call_function", target=F.linear))
         return with_late_products(graph, late)
 
 
