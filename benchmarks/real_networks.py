@@ -1,7 +1,7 @@
 """Networks at the sizes that people train: ``build(name) -> (model, batch, loss_fn)``, as in ``networks.py``.
 
-Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and returns its logits; gpt2-loss is
-the same network with the logits dropped inside of the model.
+Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and llama one of 32000, and both
+return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from networks import Batch, Network
 from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "vit", "unet")
+NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "llama", "vit", "unet")
 
 
 def build(name: str) -> Network:
     torch.manual_seed(0)
-    return {"bert": _bert, "resnet50": _resnet50, "gpt2": _gpt2, "gpt2-loss": _gpt2_loss, "vit": _vit, "unet": _unet}[
-        name
-    ]()
+    networks = {"bert": _bert, "resnet50": _resnet50, "gpt2": _gpt2, "gpt2-loss": _gpt2_loss, "llama": _llama}
+    return {**networks, "vit": _vit, "unet": _unet}[name]()
 
 
 def _bert() -> Network:
@@ -48,6 +47,14 @@ def _gpt2() -> Network:
 
     tokens = torch.randint(0, 50257, (4, 512))
     return GPT2LMHeadModel(GPT2Config(n_layer=2)), {"input_ids": tokens, "labels": tokens}, _own_loss
+
+
+def _llama() -> Network:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens = torch.randint(0, 32000, (4, 512))
+    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=12)
+    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, _own_loss
 
 
 class LossAlone(nn.Module):
