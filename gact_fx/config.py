@@ -89,8 +89,8 @@ class Config:
             leaves all of it as it is.
         split_loss: compute a linear layer and the cross-entropy behind it in pieces, where the logits in between would
             have four million elements or more. Backward then computes the layer's product once more.
-        loss_only: the caller reads the loss alone: logits that the model returns beside it, and that ``split_loss``
-            splits, are never there whole, and are NaN in what is returned.
+        loss_only: the caller reads the loss alone: logits that ``split_loss`` splits, and that the model returns as the
+            layer gives them, are never there whole, and are NaN without a gradient in what is returned.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
@@ -146,6 +146,8 @@ class Config:
             yield f"group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
         yield from self._problems_of_other_budgets()
         yield from self._problems_of_compilation()
+        if self.loss_only and not self.split_loss:
+            yield "loss_only=True needs split_loss=True, got False; leave one out"
         if self.swap and bits is None:
             yield "swap=True moves codes, and budget_bits=None makes none; leave one out"
         if self.swap and self.inductor_patches.get("triton.cudagraphs"):

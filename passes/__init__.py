@@ -8,8 +8,8 @@ plan. A pass is a file of this folder with a function of its name, and a line he
   ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored;
-- ``split_cross_entropy`` runs before all of them, on the calls of the model's own code, which AOTAutograd then
-  differentiates;
+- ``split_cross_entropy``, with its analysis ``find_heads``, runs before all of them, on the calls of the model's own
+  code, which AOTAutograd then differentiates;
 - ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.
 """
 

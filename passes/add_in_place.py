@@ -27,12 +27,17 @@ def add_in_place(pair: GraphPair, context: Context) -> None:
         parts = [part for part in total.args if isinstance(part, fx.Node)]
         scattered = [part for part in parts if _rows(part) is not None and len(part.users) == 1]
         others = [part for part in parts if part not in scattered]
-        if len(others) == 1 and len(scattered) == 1 and not total.kwargs and _is_own(others[0], total):
+        is_sum = len(others) == 1 and len(scattered) == 1 and not total.kwargs
+        if is_sum and _is_like(scattered[0], total) and _is_like(others[0], total) and _is_own(others[0]):
             _add(graph, total, others[0], scattered[0])
 
 
 def _rows(node: fx.Node) -> tuple[Any, Any, Any] | None:
     """The rows that ``node`` adds to zeros: whether, where (one index) and what; None where it does nothing of it."""
+    zeros: Any
+    mask: Any
+    indices: Any
+    values: Any
     if node.target is aten._unsafe_masked_index_put_accumulate.default:
         zeros, mask, indices, values = node.args
     elif node.target is aten.index_put.default and node.args[3:] == (True,):
@@ -40,15 +45,25 @@ def _rows(node: fx.Node) -> tuple[Any, Any, Any] | None:
     else:
         return None
     is_zero = isinstance(zeros, fx.Node) and zeros.target is aten.full.default and zeros.args[1] == 0
-    return (mask, indices[0], values) if is_zero and len(indices) == 1 else None  # type: ignore[index, arg-type]
+    if not is_zero or len(indices) != 1 or (mask is not None and not _is_of_rows(mask, indices[0])):
+        return None
+    return mask, indices[0], values
 
 
-def _is_own(node: fx.Node, total: fx.Node) -> bool:
-    """Whether ``node`` is memory that backward itself made, of the size of ``total``, and that nobody else reads."""
-    source = node.args[0] if node.target is getitem else node
-    is_made = isinstance(source, fx.Node) and source.target in _MAKERS
+def _is_of_rows(mask: fx.Node, index: fx.Node) -> bool:
+    """Whether ``mask`` says of every index whether its row is added."""
+    return tuple(mask.meta["val"].shape) == (*index.meta["val"].shape, 1)
+
+
+def _is_like(node: fx.Node, total: fx.Node) -> bool:
     a, b = node.meta["val"], total.meta["val"]
-    return is_made and len(node.users) == 1 and a.shape == b.shape and a.dtype == b.dtype
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether ``node`` is memory that backward itself made, and that nobody else reads."""
+    source = node.args[0] if node.target is getitem else node
+    return isinstance(source, fx.Node) and source.target in _MAKERS and len(node.users) == 1
 
 
 def _add(graph: fx.Graph, total: fx.Node, into: fx.Node, scattered: fx.Node) -> None:

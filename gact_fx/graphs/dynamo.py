@@ -61,13 +61,13 @@ def compile_apart(
 
 
 def _said_once() -> set[Callable[..., Any]]:
-    """What transformers says once, by which it breaks the graph in every call: GPT-2's, between its head and its loss.
+    """What transformers warns of once, and breaks the graph with in every call: GPT-2's, between its head and its loss.
 
     A graph that is compiled does not say it.
     """
     module = sys.modules.get("transformers.utils.logging")
-    found = (getattr(module, name, None) for name in ("warning_once", "info_once"))
-    return {method for method in found if callable(method)}
+    method = getattr(module, "warning_once", None)
+    return {method} if callable(method) else set()
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -57,7 +57,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: a target out of range; on other devices than the CPU, an assertion on the device.
     """
-    classes = weight.shape[0]
+    classes, target = weight.shape[0], target.long()
     counts = target != ignore_index
     _check_targets(target, counts, classes)
     row_target = torch.where(counts, target, 0)
@@ -93,7 +93,7 @@ def linear_cross_entropy_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; empty where ``output_mask`` does not ask for them."""
-    classes, real = weight.shape[0], _real(hidden)
+    classes, real, target = weight.shape[0], _real(hidden), target.long()
     counts = target != ignore_index
     row_target = torch.where(counts, target, 0)
     loss = torch.where(counts, grad_loss, 0)
@@ -101,8 +101,8 @@ def linear_cross_entropy_backward(
     at_target = loss * (1 - label_smoothing) * of_row
     everywhere = loss * (label_smoothing / classes)
     of_softmax = at_target + everywhere * of_all + grad_lse
-    found = torch.zeros_like(hidden, dtype=real, memory_format=torch.contiguous_format)
-    of_hidden, of_weight, of_bias = _gradients(found, weight, bias, output_mask)
+    of_hidden, of_weight, of_bias = _empty_gradients(hidden, real, weight, bias, output_mask)
+    of_hidden.zero_()
     for start, stop in _slabs(len(target), classes):
         z = _logits(hidden, weight, bias, start, stop).to(real)
         change = z.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
@@ -118,7 +118,10 @@ def linear_cross_entropy_backward(
             torch.mm(rounded.t(), hidden, out=of_weight[start:stop])
         if output_mask[0]:
             part = weight[start:stop]
-            _ = of_hidden.addmm_(rounded, part) if real == hidden.dtype else of_hidden.add_(rounded @ part)
+            if real == hidden.dtype:
+                of_hidden.addmm_(rounded, part)
+            else:
+                of_hidden.add_(rounded @ part)
     return of_hidden.to(hidden.dtype), of_weight, of_bias
 
 
@@ -148,13 +151,14 @@ def _class_weights(weights: Tensor | None, target: Tensor, classes: int, real: t
     return (1.0, float(classes)) if weights is None else (weights[target].to(real), weights.to(real).sum())
 
 
-def _gradients(
-    of_hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Sequence[bool]
+def _empty_gradients(
+    hidden: Tensor, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    none = weight.new_empty(0)
-    of_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if mask[1] else none
-    of_bias = torch.empty_like(bias) if mask[2] and bias is not None else none.clone()
-    return of_hidden if mask[0] else none.clone(), of_weight, of_bias
+    """Memory for the gradients that are asked for, that of ``hidden`` in ``dtype``; the others have no element."""
+    of_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,), dtype=dtype)
+    of_weight = weight.new_empty(weight.shape if mask[1] else (0,))
+    of_bias = weight.new_empty(weight.shape[:1] if mask[2] and bias is not None else (0,))
+    return of_hidden, of_weight, of_bias
 
 
 def _check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
@@ -173,8 +177,7 @@ def _forward_fake(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, *_:
 def _backward_fake(
     grad_loss: Tensor, grad_lse: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_hidden = hidden.new_empty(hidden.shape)
-    return _gradients(of_hidden, weight, bias, rest[-1])
+    return _empty_gradients(hidden, hidden.dtype, weight, bias, rest[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -66,8 +66,8 @@ NONLINEAR: dict[object, tuple[int | str, ...]] = {
     aten._fake_quantize_learnable_per_channel_affine_backward: (1, 2, 3),
     # Probabilities of alignments, as logarithms.
     aten._ctc_loss_backward: (1, 6),
-    # The rows that logits are computed from again.
-    torch.ops.gact_fx.linear_cross_entropy_backward: (2,),
+    # What logits are computed from again, and what they are exponentiated against.
+    torch.ops.gact_fx.linear_cross_entropy_backward: (2, 3, 4, 7),
     # The matrix of a system of equations.
     aten.linalg_solve_triangular: (0,), aten.linalg_lu_solve: (0,), aten._linalg_solve_ex: (0,),
     aten.linalg_inv_ex: (0,), aten.triangular_solve: (1,), aten.cholesky_solve: (1,), aten.cholesky_inverse: (0,),

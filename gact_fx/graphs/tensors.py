@@ -2,7 +2,8 @@
 
 Private, tried with torch 2.11 and 2.13: ``UntypedStorage._cdata`` (a storage's address as an object; public would be
 a ``storage.id()``), ``Tensor._version`` (what autograd's own check of writes in place reads; it is documented only in
-notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``) and
+notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``), ``is_traceable_wrapper_subclass`` of
+``torch.utils._python_dispatch`` (public would be the same without the underscore) and
 ``torch.multiprocessing.reductions.StorageWeakRef`` (public would be weak references to storages that outlive their
 Python objects).
 """
@@ -11,6 +12,7 @@ from typing import TypeGuard
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Address, dtype, shape, strides, whether signs are turned (the imaginary part of a conjugate), and version: an operator
 # in place changes the last of these alone. Of what lies in memory row by row, every view that does has the same codes,
@@ -44,3 +46,8 @@ def is_view(x: torch.Tensor) -> bool:
 def is_plain(x: object) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor, of no class of its own, with strides."""
     return type(x) is torch.Tensor and x.layout is torch.strided
+
+
+def is_subclass(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a tensor of a class of its own (a DTensor), or one that a transform wraps; fake ones are not."""
+    return is_traceable_wrapper_subclass(x)

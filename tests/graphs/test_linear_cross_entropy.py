@@ -81,6 +81,13 @@ def test_rows_that_do_not_count_and_logits_that_are_infinite() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+def test_targets_of_few_bits() -> None:
+    hidden, weight, _, target, _ = inputs(torch.float32, False, False)
+    target = target.clamp(0, 255)
+    exact, found = (operator(hidden, weight, None, t, None, None, -100, 0.0)[0] for t in (target, target.byte()))
+    assert found.equal(exact)
+
+
 @pytest.mark.parametrize("wrong", [1000, -1])
 def test_a_target_out_of_bounds_is_an_error(wrong: int) -> None:
     hidden, weight, _, target, _ = inputs(torch.float32, False, False)

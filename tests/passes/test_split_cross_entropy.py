@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import gact_fx
 from gact_fx.graphs import linear_cross_entropy
 from gact_fx.graphs.late_product import with_late_products
+from gact_fx.passes import find_heads
 from gact_fx.passes import split_cross_entropy as module
 
 VOCABULARY = 1000
@@ -23,7 +24,7 @@ operator = torch.ops.gact_fx.linear_cross_entropy.default
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_NUMEL", 2**10)
+    monkeypatch.setattr(find_heads, "MIN_NUMEL", 2**10)
     monkeypatch.setattr(linear_cross_entropy, "SLAB", 2**12)
 
 
@@ -78,12 +79,68 @@ SPLIT: dict[str, Loss] = {
     "weights and smoothing": lambda z, y: F.cross_entropy(*rows(z, y), WEIGHTS, label_smoothing=0.1),
     "z-loss": with_z_loss,
 }
+
+
+def masked_in_place(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits[..., 500:] = -1e9
+    return F.cross_entropy(*rows(logits, labels.clamp(max=499)))
+
+
+def scaled_in_place(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits.mul_(0.1)
+    return F.cross_entropy(*rows(logits, labels))
+
+
+def written_through_a_view(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat = logits.view(-1, VOCABULARY)
+    flat.div_(10)
+    return F.cross_entropy(flat, labels.view(-1))
+
+
+def written_behind(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat, target = rows(logits, labels)
+    loss = F.cross_entropy(flat, target)
+    flat.mul_(2)
+    return loss + flat.logsumexp(-1).mean()
+
+
+def viewed_without_a_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        flat = logits.float().view(-1, VOCABULARY)
+    return F.cross_entropy(flat, labels.view(-1)) + logits.mean()
+
+
+def a_metric_and_a_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat, target = rows(logits, labels)
+    with torch.no_grad():
+        metric = F.cross_entropy(flat, target)
+    return flat.logsumexp(-1).square().mean() + metric
+
+
+def weighed_without_a_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat, target = rows(logits, labels)
+    losses = F.cross_entropy(flat, target, reduction="none")
+    with torch.no_grad():
+        weights = torch.logsumexp(input=flat, dim=-1)
+        others = torch.logsumexp(flat, -1)
+    return (losses * (weights + others)).mean()
+
+
+# What is split, though the logits are read by others.
+READ: dict[str, Loss] = {"weighed without a gradient": weighed_without_a_gradient}
 WHOLE: dict[str, Loss] = {
     "capped": lambda z, y: F.cross_entropy(*rows(30 * torch.tanh(z / 30), y)),
     "half of the classes": lambda z, y: F.cross_entropy(z[..., :500].reshape(-1, 500), y.view(-1) % 500),
     "probabilities": lambda z, y: F.cross_entropy(rows(z, y)[0], torch.full((128, VOCABULARY), 1e-3)),
     "classes come second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "without a gradient": lambda z, y: F.cross_entropy(*rows(z.detach(), y)) + z.mean(),
+    "in another precision": lambda z, y: F.cross_entropy(z.double().view(-1, VOCABULARY), y.view(-1)),
+    "masked in place": masked_in_place,
+    "scaled in place": scaled_in_place,
+    "written through a view": written_through_a_view,
+    "written behind": written_behind,
+    "viewed without a gradient": viewed_without_a_gradient,
+    "a metric and a z-loss": a_metric_and_a_z_loss,
 }
 
 
@@ -138,7 +195,7 @@ def test_losses_that_are_not(name: str) -> None:
 
 
 def test_few_logits_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_NUMEL", 128 * VOCABULARY + 1)
+    monkeypatch.setattr(find_heads, "MIN_NUMEL", 128 * VOCABULARY + 1)
     watched = Watched()
     torch.compile(pair(SPLIT["mean"])[0], backend=watched)(*batch())
     assert watched.calls == 0
@@ -159,6 +216,83 @@ def test_logits_that_are_returned_have_a_gradient_for_whoever_asks(bias: bool, r
         wanted[reads].backward()
     assert watched.calls == 1
     assert relative_error(trained(model), trained(reference)) < 1e-6
+
+
+@pytest.mark.parametrize("name", READ)
+def test_losses_that_are_split_beside_other_readers(name: str) -> None:
+    model, reference = pair(READ[name])
+    watched, given = Watched(), batch()
+    torch.compile(model, backend=watched)(*given).backward()
+    reference(*given).backward()
+    assert watched.calls == 1 and watched.linear == 2
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
+
+
+class HiddenWritten(Model):
+    """What the head read is written to before the loss."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.embedding(tokens))
+        logits = F.linear(hidden, self.head.weight.detach())
+        hidden.mul_(0.1)
+        return F.cross_entropy(*rows(logits, labels)) + hidden.mean()
+
+
+class Contrastive(Model):
+    """The weight of the linear layer is an activation."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens).flatten(0, 1)
+        return F.cross_entropy(F.linear(hidden, self.inner(hidden)), torch.arange(len(hidden)))
+
+
+@pytest.mark.parametrize("kind", [HiddenWritten, Contrastive])
+def test_heads_that_are_none(kind: type[Model]) -> None:
+    torch.manual_seed(0)
+    model = kind(SPLIT["mean"])
+    reference = copy.deepcopy(model)
+    watched, given = Watched(), batch()
+    torch.compile(model, backend=watched)(*given).backward()
+    reference(*given).backward()
+    assert watched.calls == 0
+    assert relative_error(trained(model), trained(reference)) < 1e-6
+
+
+@pytest.mark.parametrize("reads", ["size", "slice"])
+def test_sizes_that_vary(reads: str) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        rows_, columns, classes = logits.shape
+        if reads == "slice":
+            logits, labels, columns = logits[:, : columns - 1], labels[:, : columns - 1], columns - 1
+        return F.cross_entropy(logits.reshape(rows_ * columns, classes), labels.reshape(rows_ * columns)), logits
+
+    model, reference = pair(loss)
+    watched = Watched()
+    compiled = torch.compile(model, backend=watched, dynamic=True)
+    for size in ((8, 16), (4, 12)):
+        tokens = torch.randint(0, VOCABULARY, size)
+        model.zero_grad()
+        reference.zero_grad()
+        for network in (compiled, reference):
+            found, logits = network(tokens, tokens)
+            (found + logits.sin().mean()).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 1e-6
+    assert watched.calls > 0
+
+
+def test_inside_a_transform_nothing_is_split() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        flat, target = rows(logits, labels)
+        ones = torch.ones(VOCABULARY, 32)
+        inner = torch.func.grad(lambda w: F.cross_entropy(F.linear(flat.detach()[:, :32], w), target))(ones)
+        return F.cross_entropy(flat, target) + inner.square().sum()
+
+    model, reference = pair(loss)
+    watched, given = Watched(), batch()
+    torch.compile(model, backend=watched)(*given).backward()
+    reference(*given).backward()
+    assert watched.calls == 0
+    assert relative_error(gradients(model), gradients(reference)) < 1e-6
 
 
 def test_logits_that_are_read_in_the_graph() -> None:
