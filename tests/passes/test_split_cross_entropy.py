@@ -169,6 +169,15 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def trained_alike(model: nn.Module, reference: nn.Module) -> Watched:
+    """Differentiate a batch both ways and compare; what the backend saw."""
+    watched, given = Watched(), batch()
+    torch.compile(model, backend=watched)(*given).backward()
+    reference(*given).backward()
+    assert relative_error(trained(model), trained(reference)) < 1e-6
+    return watched
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", SPLIT)
 def test_losses_that_are_split(name: str, bias: bool) -> None:
@@ -187,11 +196,8 @@ def test_losses_that_are_split(name: str, bias: bool) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_losses_that_are_not(name: str) -> None:
     model, reference = pair(WHOLE[name])
-    watched, given = Watched(), batch()
-    torch.compile(model, backend=watched)(*given).backward()
-    reference(*given).backward()
+    watched = trained_alike(model, reference)
     assert watched.calls == 0
-    assert relative_error(gradients(model), gradients(reference)) < 1e-6
 
 
 def test_few_logits_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +227,8 @@ def test_logits_that_are_returned_have_a_gradient_for_whoever_asks(bias: bool, r
 @pytest.mark.parametrize("name", READ)
 def test_losses_that_are_split_beside_other_readers(name: str) -> None:
     model, reference = pair(READ[name])
-    watched, given = Watched(), batch()
-    torch.compile(model, backend=watched)(*given).backward()
-    reference(*given).backward()
+    watched = trained_alike(model, reference)
     assert watched.calls == 1 and watched.linear == 2
-    assert relative_error(gradients(model), gradients(reference)) < 1e-6
 
 
 class HiddenWritten(Model):
@@ -251,11 +254,8 @@ def test_heads_that_are_none(kind: type[Model]) -> None:
     torch.manual_seed(0)
     model = kind(SPLIT["mean"])
     reference = copy.deepcopy(model)
-    watched, given = Watched(), batch()
-    torch.compile(model, backend=watched)(*given).backward()
-    reference(*given).backward()
+    watched = trained_alike(model, reference)
     assert watched.calls == 0
-    assert relative_error(trained(model), trained(reference)) < 1e-6
 
 
 @pytest.mark.parametrize("reads", ["size", "slice"])
@@ -288,11 +288,8 @@ def test_inside_a_transform_nothing_is_split() -> None:
         return F.cross_entropy(flat, target) + inner.square().sum()
 
     model, reference = pair(loss)
-    watched, given = Watched(), batch()
-    torch.compile(model, backend=watched)(*given).backward()
-    reference(*given).backward()
+    watched = trained_alike(model, reference)
     assert watched.calls == 0
-    assert relative_error(gradients(model), gradients(reference)) < 1e-6
 
 
 def test_logits_that_are_read_in_the_graph() -> None:
