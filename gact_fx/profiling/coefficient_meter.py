@@ -126,7 +126,7 @@ class CoefficientMeter:
     def kept(self, end: fx.Node, slope: torch.Tensor) -> torch.Tensor:
         """What is needed of the derivative with respect to a coefficient."""
         found = [self._positions[reading] for reading, ends in self.of.items() if end in ends]
-        positions = found[0]
+        positions = found[0] if slope.numel() == numel(end) else None
         if positions is None or any(other is None or len(other) != len(positions) for other in found):
             return slope
         return slope.reshape(-1)[positions.to(slope.device)]
@@ -141,7 +141,8 @@ class CoefficientMeter:
         slopes = {node: slopes[node] for node in self.of[reading] if node in slopes}
         followers = self._followers[reading]
         chains = {stored: self._chain(reading, nodes, list(slopes)) for stored, nodes in followers.items()}
-        positions = self._positions[reading]
+        # Of another batch size than the traced one, shapes in the graph do not say where elements lie.
+        positions = self._positions[reading] if values.numel() == numel(reading) else None
         if positions is not None:
             positions = positions.to(values.device)
             slopes = {node: [_picked(s, positions) for s in found] for node, found in slopes.items()}

@@ -183,3 +183,13 @@ def test_inductor_compiles_attention_over_the_pixels_of_images_of_any_size() -> 
         exact(images).backward()
         assert relative_error(gradients(compressed), gradients(exact)) < 0.02, pixels
     assert gact_fx.inspect(compressed).ratio > 1.5
+
+
+def test_sample_batches_with_fewer_rows_than_were_traced() -> None:
+    """The third batch runs graphs that were traced with the rows of the second."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ELU(), nn.Linear(256, 8))
+    samples = [(torch.randn(rows, 256),) for rows in (4096, 3072, 1024)]
+    gact_fx.compile(
+        model, inner="eager", sample_batches=samples, loss_fn=lambda model, batch: model(*batch).square().mean()
+    )
+    assert gact_fx.inspect(model).plan is not None
