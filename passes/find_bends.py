@@ -105,6 +105,8 @@ def poles(chain: Collection[fx.Node], starts: Collection[fx.Node], largest: floa
                 anywhere[node] = wide
             elif between is not None and wide is not None:
                 found.add(node)
+                # Next to a pole lies every number, and behind one pole may lie others.
+                anywhere[node] = numbers(largest)
     return found
 
 

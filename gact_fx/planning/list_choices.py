@@ -123,7 +123,7 @@ def _measured_variance(
         return None
     if not math.isfinite(known) or measured.value <= 0:
         # What moves the gradient by nothing, as measured, may have a pole all the same.
-        return None if math.isfinite(known) else known
+        return known if known > 0 else None
     bias = 0.0 if merged else (BIAS_WEIGHT - 1) * measured.squared_bias(code)
     return (known + bias) * (max(sensitivity / measured.value, 1.0) if measured.value < math.inf else 1.0)
 

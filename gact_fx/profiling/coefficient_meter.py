@@ -54,6 +54,11 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
         ratio = variance / of.first if is_known else 1 / share
         biases[code] = ratio * (of.own_bias + ratio * of.coherent_bias)
         variances[code] = ratio * of.variance + biases[code]
+    for code, variance in variances.items():
+        dithered = replace(code, rounding="dither")
+        # The few elements that count may be least in their groups, by chance, and codes of these have no error.
+        if variance == 0 and dithered in variances:
+            variances[code], biases[code] = variances[dithered], biases[dithered]
     known = [bits for bits in (REFERENCE.bits, WIDTHS[-1]) if variances[replace(REFERENCE, bits=bits)] < math.inf]
     value = variances[replace(REFERENCE, bits=known[0])] / step_variance(known[0]) if known else math.inf
     return Sensitivity(value, variances, {}, biases)

@@ -5,12 +5,12 @@ of each: the variance of the coefficients, their bias, and whether anything that
 tensors a sample of groups is evaluated, and compared with what first order says of the same groups.
 """
 
-import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import combinations_with_replacement
+from functools import partial, reduce
+from itertools import combinations_with_replacement, pairwise
 from operator import getitem
 from typing import Any
 
@@ -34,6 +34,9 @@ BLOCK, SAMPLED_BLOCKS = 1024, 32
 _CHUNK = 128 * BLOCK
 # A sum over a sample is known to belong together where its square is so many times what independent parts would make.
 COHERENT = 3.0
+# By so many times as much as first order, what codes add falls from one width to the next that is measured, and the
+# widths between are measured as well.
+AT_ONCE = 4.0
 SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]
 
 
@@ -50,6 +53,11 @@ class Added:
     own_bias: float
     coherent_bias: float
     first: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.variance + self.own_bias + self.coherent_bias
 
 
 NOT_FINITE = Added(math.inf, math.inf, math.inf, 1.0)
@@ -84,20 +92,42 @@ def measure_sample(
     weights = _Weights([slopes[node] for node in chain.ends])
     own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
     exact = _rows(chain.evaluate_at(x, positions), chain.ends)
-    found: dict[Code, Added] = {}
-    for rounding, neighbours in ROUNDINGS.items():
-        measured: dict[int, Added] = {}
-        is_finite = is_tame
+
+    def measure(rounding: str, finite: set[int], bits: int) -> Added:
         # What fewer bits can make of an element reaches further.
-        for bits in widths:
-            is_finite = is_finite or _is_finite(chain, values, rounding, bits)
-            low, high, chances = neighbours(x, bits)
-            sides = [_rows(chain.evaluate_at(side, positions), chain.ends) - exact for side in (low, high)]
-            first = _first_order(own_weights, x, (low, high), chances)
-            added = _added([(weights, sides, chances)], first, COHERENT)
-            measured[bits] = added if is_finite else NOT_FINITE
-        found |= all_widths(measured, rounding)
+        is_finite = is_tame or any(fewer < bits for fewer in finite)
+        if not (is_finite or _is_finite(chain, values, rounding, bits)):
+            return NOT_FINITE
+        finite.add(bits)
+        low, high, chances = ROUNDINGS[rounding](x, bits)
+        sides = [_rows(chain.evaluate_at(side, positions), chain.ends) - exact for side in (low, high)]
+        first = _first_order(own_weights, x, (low, high), chances)
+        return _added([(weights, sides, chances)], first, COHERENT)
+
+    found: dict[Code, Added] = {}
+    for rounding in ROUNDINGS:
+        found |= all_widths(measure_widths(partial(measure, rounding, set()), widths), rounding)
     return found
+
+
+def measure_widths(measure: Callable[[int], Added], widths: Sequence[int]) -> dict[int, Added]:
+    """What ``measure`` finds at ``widths``, and at those between two of them that say too little.
+
+    An element next to a jump is over it at 4 bits, and not at 8: what codes add then falls far faster than by first
+    order, and at one of the widths between all at once.
+    """
+    found = {bits: measure(bits) for bits in widths}
+    for low, high in pairwise(widths):
+        if _falls_at_once(found[low], found[high]):
+            found |= {bits: measure(bits) for bits in WIDTHS if low < bits < high}
+    return dict(sorted(found.items()))
+
+
+def _falls_at_once(few: Added, more: Added) -> bool:
+    """Whether from few bits to more, what codes add falls far faster than first order says of the variance."""
+    if not math.isfinite(few.total):
+        return False
+    return few.total * more.first > AT_ONCE * more.total * few.first
 
 
 def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> bool:
@@ -127,25 +157,26 @@ def measure_whole(
         by_shape.setdefault(value.shape, []).append(node)
     weights = {shape: _Weights([slopes[node] for node in ends]) for shape, ends in by_shape.items()}
     own_weights = _Weights([own])
+
+    def measure(rounding: str, bits: int) -> Added:
+        low, high, chances = ROUNDINGS[rounding](values, bits)
+        first = _first_order(own_weights, values, (low, high), chances)
+        carried = {shape: [_carried(c, chain, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()}
+        sides = low, high
+        if any(share is None for shares in carried.values() for share in shares):
+            # Elements mix in some coefficient: two draws stand for all, each of even chance.
+            sides = draw((low, high, chances), rounding, 0), draw((low, high, chances), rounding, 1)
+            carried = {shape: [None, None] for shape in carried}
+        moved = [chain.evaluate(side) for side in sides]
+        parts = [
+            (weights[shape], [_rows(m, ends) - _rows(exact, ends) for m in moved], carried[shape])
+            for shape, ends in by_shape.items()
+        ]
+        return _added(parts, first, 1.0)
+
     found: dict[Code, Added] = {}
-    for rounding, neighbours in ROUNDINGS.items():
-        measured = {}
-        for bits in widths:
-            low, high, chances = neighbours(values, bits)
-            first = _first_order(own_weights, values, (low, high), chances)
-            carried = {shape: [_carried(c, chain, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()}
-            sides = low, high
-            if any(share is None for shares in carried.values() for share in shares):
-                # Elements mix in some coefficient: two draws stand for all, each of even chance.
-                sides = draw((low, high, chances), rounding, 0), draw((low, high, chances), rounding, 1)
-                carried = {shape: [None, None] for shape in carried}
-            moved = [chain.evaluate(side) for side in sides]
-            parts = [
-                (weights[shape], [_rows(m, ends) - _rows(exact, ends) for m in moved], carried[shape])
-                for shape, ends in by_shape.items()
-            ]
-            measured[bits] = _added(parts, first, 1.0)
-        found |= all_widths(measured, rounding)
+    for rounding in ROUNDINGS:
+        found |= all_widths(measure_widths(partial(measure, rounding), widths), rounding)
     return found
 
 
@@ -165,7 +196,7 @@ class _Weights:
     def square(self, moved: torch.Tensor) -> torch.Tensor:
         """By element, the mean over probes of the squared change of the gradient; ``moved`` has a row a coefficient."""
         terms = [weight * moved[a] * moved[b] for (a, b), weight in self._products.items()]
-        return functools.reduce(torch.Tensor.add_, terms) if terms else torch.zeros_like(moved[0])
+        return reduce(torch.Tensor.add_, terms) if terms else torch.zeros_like(moved[0])
 
     def sums(self, moved: torch.Tensor) -> list[float]:
         """By probe, the change of the gradient along it."""
