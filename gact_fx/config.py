@@ -61,7 +61,7 @@ class Config:
         max_gradient_noise: instead, the variance that compression may add to the gradient, as a share of the variance
             that the minibatch gradient has anyway (0.1: a tenth); the fewest bytes that keep to it.
         adaptive: choose each tensor's width by its sensitivity (GACT, section 4). ``False`` gives every tensor
-            ``budget_bits`` bits of codes (an integer in [1, 8]), metadata on top.
+            ``budget_bits`` bits of codes (an integer in [1, 8]), metadata and exact decisions on top.
         group_size: elements that share one minimum and step, a power of two in [32, 1024]; None chooses per tensor.
         min_elements: smaller tensors are kept as they are.
         seed: seed of the rounding noise, a 32-bit unsigned integer. Equal seeds give equal gradients on equal data.
