@@ -7,12 +7,13 @@ compares, divides or exponentiates, one says nothing of the others.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from gact_fx.codec.code import Code
+from gact_fx.codec.code import Code, relative_variance
 from gact_fx.profiling.coefficient_meter import at_coefficients
 from gact_fx.profiling.gradients import squared_norm
-from gact_fx.profiling.measure_chain import MEASURED, NOT_FINITE, Added, all_widths
+from gact_fx.profiling.measure_chain import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
 from gact_fx.profiling.measure_sensitivity import Change, Probe, carried
 from gact_fx.profiling.neighbours import ROUNDINGS
 from gact_fx.profiling.rounding_meter import BIAS_WEIGHT
@@ -55,21 +56,23 @@ def measure_unknown(steps: Sequence[Step], *, seed: int, draws: int) -> list[dic
         refusals = find_refusals(step, found) if found else {}
         tried = {name: Tried({}, reason) for name, reason in refusals.items() if reason}
         for name, change in probes[index].changes(refusals.keys() - tried.keys()):
+            measure = partial(_added, index, probes, change, draws, most)
             added: dict[Code, Added] = {}
             for rounding in ROUNDINGS:
-                measured = {bits: _added(index, probes, change, Code(bits, rounding), draws, most) for bits in MEASURED}
-                added |= all_widths(measured, rounding)
+                added |= all_widths(measure_widths(partial(measure, rounding), MEASURED), rounding)
             tried[name] = Tried(added, f"{found[name]} makes more of its codes' errors than the gradient is")
         results.append(tried)
     return results
 
 
-def _added(index: int, probes: Sequence[Probe], change: Change, code: Code, draws: int, most: float) -> Added:
-    """What ``code`` adds to the gradient, by draws that have nothing but their mean in common.
+def _added(
+    index: int, probes: Sequence[Probe], change: Change, draws: int, most: float, rounding: str, bits: int
+) -> Added:
+    """What such codes add to the gradient, by draws that have nothing but their mean in common.
 
     What is not finite, or more than ``most``, will not do.
     """
-    squares, total = 0.0, list[Any]()
+    code, squares, total = Code(bits, rounding), 0.0, list[Any]()
     for draw in range(draws):
         outputs = change(code, draw)
         squares += carried(index, outputs, probes)
@@ -78,4 +81,4 @@ def _added(index: int, probes: Sequence[Probe], change: Change, code: Code, draw
     # A few draws say no more of it, and nothing lies between a number and zero.
     bias = min(max(coherent, _LEAST_SHARE * square), (1 - _LEAST_SHARE) * square)
     is_good = square + (BIAS_WEIGHT - 1) * bias <= most
-    return Added(square - bias, 0.0, bias, 1.0) if is_good else NOT_FINITE
+    return Added(square - bias, 0.0, bias, relative_variance(code)) if is_good else NOT_FINITE

@@ -30,6 +30,9 @@ def failing(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 normalised = mixing("normalised", torch.sin, lambda gradient, x: gradient**3 / gradient.square().mean() * x.cos())
 folded = mixing("folded", torch.sin, lambda gradient, x: gradient.abs() * x.cos())
 raising = mixing("raising", torch.sin, failing)
+# What the layer below gives has one element with codes of 5 bits on both sides of it, and none with codes of 8.
+EDGE = 2.157
+jumping = mixing("jumping", torch.sin, lambda gradient, x: gradient * (1 + 0.01 * x.cos() + (x > EDGE)))
 
 
 def step_of(operator: Operator) -> Step:
@@ -105,3 +108,16 @@ def test_what_was_not_measured_stays_exact(monkeypatch: pytest.MonkeyPatch) -> N
     found = of_what_it_reads(step)
     assert min(found.variances.values()) == float("inf")
     assert found.reason == f"{reads} backward has collectives, which are not run again"
+
+
+def test_a_jump_is_measured_at_the_widths_between() -> None:
+    """One element's codes are on both sides of a jump at 4 and 5 bits, and not at 8."""
+    torch.manual_seed(0)
+    layer, x, end = nn.Linear(32, 64), torch.randn(96, 32), EDGE
+    step = record(lambda x: jumping(layer(x)).sum(), x)[0]
+    with torch.no_grad():
+        over = {bits: [side > end for side in codes_beside(layer(x), bits)[:2]] for bits in (4, 5, 8)}
+    assert [int((low != high).sum()) for low, high in over.values()] == [1, 1, 0]
+    found = of_what_it_reads(step, sensitivity="adjoint", profile_draws=32)
+    # Between 4 and 8 bits logarithms on a line would make it a fourteenth.
+    assert found.variances[Code(5)] > 0.3 * found.variances[Code(4)] > 1e4 * found.variances[Code(8)]
