@@ -12,7 +12,7 @@ from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
 from gact_fx.records import SavedTensor, Sensitivity
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,11 @@ def _graph_plan(data: dict[str, Any]) -> GraphPlan:
 
 
 def signature(saved: tuple[SavedTensor, ...]) -> tuple[str, ...]:
-    """Operators, dtypes and ranks of the activations that a graph saves; sizes are left out, so that any batch fits."""
-    return tuple(f"{t.key} {t.dtype} {len(t.shape)}" for t in saved if t.owner == "nobody")
+    """Operators and dtypes of the activations that a graph saves; shapes are left out, so that any batch fits.
+
+    Sorted: in which order they are saved depends on how they are laid out.
+    """
+    return tuple(sorted(f"{t.key} {t.dtype}" for t in saved if t.owner == "nobody"))
 
 
 def graph_fingerprint(saved: tuple[SavedTensor, ...]) -> str:
@@ -195,7 +198,7 @@ def differences(plan: Plan, saved: tuple[SavedTensor, ...]) -> str:
 
 
 def _shown(values: list[str]) -> str:
-    named = ["{} ({}, {}-D)".format(*value.replace("torch.", "").split(" ")) for value in values[:5]]
+    named = ["{} ({})".format(*value.replace("torch.", "").split(" ")) for value in values[:5]]
     return ", ".join(named) + (f" and {len(values) - 5} more" if len(values) > 5 else "")
 
 

@@ -1,6 +1,7 @@
 """Find what forward saves for backward, and who else holds its memory."""
 
 from collections import Counter
+from collections.abc import Sequence
 from operator import getitem
 
 import torch
@@ -8,7 +9,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind
-from gact_fx.graphs.operator_table import NAMES
+from gact_fx.graphs.operator_table import REORDERS
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
@@ -30,14 +31,12 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
         value = output.meta.get("val") if isinstance(output, fx.Node) else None
         if isinstance(value, torch.Tensor):
             owners.setdefault(storage_key(value), "output")
-    counts: Counter[str] = Counter()
     tensors = []
-    for saved in pair.saved_values():
-        # Detach and alias say nothing about what was saved.
-        producer = behind(saved.source, NAMES)
-        op = _op_name(producer)
-        names = (saved.name, f"{op}#{counts[op]}", op, _module_path(producer))
-        counts[op] += 1
+    saved_values = pair.saved_values()
+    # How elements are laid out says nothing about what was saved, and differs where shapes are dynamic.
+    producers = [behind(saved.source, REORDERS) for saved in saved_values]
+    for saved, producer, key in zip(saved_values, producers, _keys(pair, producers), strict=True):
+        names = (saved.name, key, _op_name(producer), _module_path(producer))
         value = saved.source.meta.get("val")
         if not isinstance(value, torch.Tensor):
             tensors.append(SavedTensor(*names, (), (), None, -1, 0, "symbol"))
@@ -56,6 +55,18 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
         )
         tensors.append(tensor)
     return tuple(tensors)
+
+
+def _keys(pair: GraphPair, producers: Sequence[fx.Node]) -> list[str]:
+    """Operator and occurrence, counted in the order in which forward computes them."""
+    place = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    counts: Counter[str] = Counter()
+    keys = [""] * len(producers)
+    for index in sorted(range(len(producers)), key=lambda index: place[producers[index]]):
+        op = _op_name(producers[index])
+        keys[index] = f"{op}#{counts[op]}"
+        counts[op] += 1
+    return keys
 
 
 def _boundary(saved: fx.Node, pair: GraphPair) -> Boundary | None:
