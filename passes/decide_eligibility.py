@@ -1,5 +1,6 @@
 """Decide how every saved tensor is stored: its encoding, with a reason where it could not be smaller."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -13,7 +14,7 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
-from gact_fx.graphs.sizes import SizeBuilder, hint
+from gact_fx.graphs.sizes import SizeBuilder, hint, is_same
 from gact_fx.passes.bound_indices import bits_of, packable_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import (
@@ -31,7 +32,7 @@ from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks,
 from gact_fx.passes.find_readers import Readers, find_readers
 from gact_fx.passes.find_refusals import STATISTIC, find_refusals
 from gact_fx.passes.find_standardizations import find_standardizations
-from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.passes.graph_analysis import GraphAnalysis, memory_order, steps_of_rows
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
@@ -73,12 +74,12 @@ class _Decisions:
         ranges = {t.name: packable_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
         self._nodes = {node.name: node for node in pair.backward.graph.nodes}
+        self._sizes = SizeBuilder(pair.backward.graph)
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         masks, self._readers = self._settle(pair, saved, config)
         self._derivable = derivable_nodes(pair)
-        self._sizes = SizeBuilder(pair.backward.graph)
-        self.aliases = _aliases(saved, self._reasons, masks)
+        self.aliases = self._aliases(saved, masks)
         # What leads to nothing but what is stored itself is not stored.
         read = nodes_read(pair, frozenset(masks.hosts))
         self.read = frozenset(node.name for node in read if node.op == "placeholder")
@@ -104,7 +105,7 @@ class _Decisions:
             masks = find_masks(pair, lossy)
             readers = find_readers(pair, lossy & masks.values, masks.hosts)
             nonlinear = {name: f"backward is not linear in it ({reader})" for name, reader in readers.nonlinear.items()}
-            unmeasured = _unmeasured(readers.unknown, config, _aliases(saved, self._reasons, masks))
+            unmeasured = _unmeasured(readers.unknown, config, self._aliases(saved, masks))
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.
             too_large = {t.name: _TOO_LARGE for t in saved if numel.get(t.name, 0) / 8 > t.storage_nbytes / 2}
@@ -112,6 +113,22 @@ class _Decisions:
             if not refused.keys() - {name for name, reason in self._reasons.items() if reason}:
                 return masks, readers
             self._reasons.update(refused)
+
+    def _aliases(self, saved: tuple[SavedTensor, ...], masks: MaskAnalysis) -> dict[str, str]:
+        """Tensors that lie in a storage which another saved tensor is the whole of: its blob serves them, too."""
+        fits = [t for t in saved if not self._reasons[t.name] and t.name in masks.values and t.dtype in SOURCE_DTYPES]
+        fits = [t for t in fits if not t.dynamic or self._is_clear(t)]
+        # Of several the first.
+        whole = {(t.storage, t.dtype): t.name for t in reversed(fits) if t.nbytes == t.storage_nbytes}
+        hosts = {t.name: whole.get((t.storage, t.dtype), t.name) for t in fits}
+        return {name: host for name, host in hosts.items() if host != name and name not in masks.hosts.values()}
+
+    def _is_clear(self, tensor: SavedTensor) -> bool:
+        """Whether backward can tell where a tensor of varying sizes lies, and it is a whole storage for all of them."""
+        value = self._values[tensor.name].source.meta["val"]
+        is_whole = is_same(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+        can_tell = self._sizes.can_build([*value.shape, *value.stride(), value.storage_offset()])
+        return can_tell and (is_whole or tensor.nbytes < tensor.storage_nbytes)
 
     def _find_sole(self, held: AbstractSet[str]) -> frozenset[str]:
         """The masks that backward can take from their host again: it has all else that they follow from.
@@ -132,13 +149,13 @@ class _Decisions:
         if name in self._ranges:
             found = self._ranges[name]
             modulus = found.limit if found.wraps else None
-            order = _order(tensor.stride, False)
+            order = memory_order(tensor.stride)
             return Pack(name, "integers of a known range, packed exactly", order, bits_of(found), modulus)
         if self._reasons[name]:
             return Keep(name, self._reasons[name])
         if host is not None:
             return Alias(name, f"the same memory as {host}", host)
-        order = _order(_steps(tensor), name in self._reordered)
+        order = memory_order(steps_of_rows(tensor), channels_last=name in self._reordered)
         if tensor.dtype is torch.bool:
             return Mask(name, "boolean, stored exactly", order)
         mask_numel = self._mask_numel.get(name, 0)
@@ -168,7 +185,7 @@ class _Decisions:
             return {"statistics": statistics}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))
-        dtype = ends[0].meta["val"].dtype if ends else stored.meta["val"].dtype
+        dtype = (ends[0] if ends and is_float(ends[0]) else stored).meta["val"].dtype
         fits = all(node not in shared and is_float(node) and node.meta["val"].dtype == dtype for node in ends)
         fits = fits and all(self._sizes.can_build(list(node.meta["val"].shape)) for node in ends)
         names = tuple(node.name for node in ends) if fits and total <= MOST_COEFFICIENTS * tensor.numel else ()
@@ -256,42 +273,14 @@ def _without_shared_statistics(encodings: list[Encoding]) -> list[Encoding]:
 
 def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, int]:
     """Elements of the masks that a tensor carries."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for mask, host in masks.hosts.items():
-        total[host] = total.get(host, 0) + hint(nodes[mask].meta["val"].numel())
+        total[host] += hint(nodes[mask].meta["val"].numel())
     return total
 
 
 def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:
     """A storage is freed only when every saved tensor in it is compressed."""
     kept = {t.storage: t.name for t in saved if reasons[t.name] and t.dtype is not None}
-    for tensor in saved:
-        if not reasons[tensor.name] and tensor.storage in kept:
-            reasons[tensor.name] = f"shares its memory with {kept[tensor.storage]}, which is kept"
-
-
-def _aliases(saved: tuple[SavedTensor, ...], reasons: Mapping[str, str], masks: MaskAnalysis) -> dict[str, str]:
-    """Tensors that lie in a storage which another saved tensor is the whole of: its blob serves them, too."""
-    fits = [t for t in saved if not reasons[t.name] and t.name in masks.values and t.dtype in SOURCE_DTYPES]
-    fits = [t for t in fits if not t.dynamic]
-    # Of several the first.
-    whole = {(t.storage, t.dtype): t.name for t in reversed(fits) if t.nbytes == t.storage_nbytes}
-    hosts = {t.name: whole.get((t.storage, t.dtype), t.name) for t in fits}
-    return {name: host for name, host in hosts.items() if host != name and name not in masks.hosts.values()}
-
-
-def _steps(tensor: SavedTensor) -> tuple[int, ...]:
-    """The strides, but for dimensions of one element, of which they say nothing: those of what lies in rows."""
-    steps: list[int] = []
-    in_rows = 1
-    for size, step in reversed(list(zip(tensor.shape, tensor.stride, strict=True))):
-        steps.append(in_rows if size == 1 else step)
-        in_rows = steps[-1] * size
-    return tuple(reversed(steps))
-
-
-def _order(stride: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
-    """The dimensions from the slowest to the fastest."""
-    if channels_last and len(stride) == 4:
-        return (0, 2, 3, 1)
-    return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
+    blocked = (t for t in saved if not reasons[t.name] and t.storage in kept)
+    reasons.update({t.name: f"shares its memory with {kept[t.storage]}, which is kept" for t in blocked})

@@ -60,3 +60,19 @@ def _nbytes(tensors: Iterable[tuple[SavedTensor, int | None]]) -> int:
         elif is_counted(tensor):
             kept[tensor.storage] = tensor.storage_nbytes
     return sum(kept.values()) + stored
+
+
+def steps_of_rows(tensor: SavedTensor) -> tuple[int, ...]:
+    """The strides, but for dimensions of one element, of which they say nothing: those of what lies in rows."""
+    steps, in_rows = list[int](), 1
+    for size, step in reversed(list(zip(tensor.shape, tensor.stride, strict=True))):
+        steps.append(in_rows if size == 1 else step)
+        in_rows = steps[-1] * size
+    return tuple(reversed(steps))
+
+
+def memory_order(stride: tuple[int, ...], *, channels_last: bool = False) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest."""
+    if channels_last and len(stride) == 4:
+        return (0, 2, 3, 1)
+    return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))

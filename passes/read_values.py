@@ -66,8 +66,9 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
         views = []
         for alias in read.aliases:
             view = alias.source.meta["val"]
-            offset = view.storage_offset() - like.storage_offset()
-            arguments = (dense, list(view.shape), list(view.stride()), offset)
+            shape, stride = sizes.build(view.shape), sizes.build(view.stride())
+            (offset,) = sizes.build([view.storage_offset() - like.storage_offset()])
+            arguments = (dense, shape, stride, offset)
             views.append(add_call(graph, aten.as_strided.default, arguments, f"{alias.name}_view"))
     replace_reads(value.placeholder, values, {dense, values})
     for alias, node in zip(read.aliases, views, strict=True):
