@@ -109,6 +109,7 @@ def inspect(model: Callable[..., Any]) -> Report:
             "has it run as the original does"
         )
         return Report((), (), session.plan, note)
+    session.settle()
     return Report.from_session(session)
 
 

@@ -96,8 +96,13 @@ class Sensitivity:
         return self.squared_biases.get(_measured(code), 0.0)
 
     def scaled(self, factor: float) -> "Sensitivity":
-        """So many times as much; for those that have nothing but variances."""
-        return Sensitivity(factor * self.value, {code: factor * v for code, v in self.variances.items()})
+        """So many times as much."""
+        variances, merged, biases = (
+            {code: factor * v for code, v in found.items()}
+            for found in (self.variances, self.merged, self.squared_biases)
+        )
+        others = {way: s.scaled(factor) for way, s in self.others.items()}
+        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason)
 
     def exceeding(self, factor: float) -> "Sensitivity":
         """So many times as much for codes of the values; what backward is linear in is as it was measured."""

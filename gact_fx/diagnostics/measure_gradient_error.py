@@ -152,6 +152,8 @@ def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
 
 def _session(model: object) -> Session:
     session, kind = session_of(model), type(model).__name__
+    if session is not None:
+        session.settle()
     if session is None:
         problem = (
             f"be a module compiled by gact_fx.compile, got {kind}, which was not; "

@@ -8,6 +8,8 @@ Private, tried with torch 2.11 and 2.13:
   only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
 - ``torch._dynamo.config.ignore_logger_methods``, by which logging does not break a graph (public would be a decorator
   of ``torch.compiler``);
+- ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
+  ``torch.compile``);
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
 - ``torch._dynamo.exc.BackendCompilerFailed`` (public would be a class of ``torch.compiler``);
 - ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
@@ -18,10 +20,11 @@ Private, tried with torch 2.11 and 2.13:
 - ``DistributedDataParallel._get_active_ddp_module`` (public would be the same without the underscore).
 """
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -110,6 +113,30 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 def is_of_backend(error: BaseException) -> bool:
     """Whether a backend failed to compile a graph, whatever it was given."""
     return isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def cause_within_backend(error: BaseException) -> BaseException | None:
+    """What a backend raised, where it was that which ended a compilation."""
+    return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
+
+
+@contextlib.contextmanager
+def first_sizes_vary(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within, Dynamo traces the first size of ``tensors`` as one that varies, if the code that reads them lets it."""
+    # Whoever has marked sizes of a tensor has decided.
+    marked = [x for x in tensors if not any(map(_is_mark, vars(x)))]
+    for x in marked:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    try:
+        yield
+    finally:
+        for x in marked:
+            for name in list(filter(_is_mark, vars(x))):
+                delattr(x, name)
+
+
+def _is_mark(name: str) -> bool:
+    return name.startswith(("_dynamo", "_has_dynamo"))
 
 
 def active_ddp() -> Any:

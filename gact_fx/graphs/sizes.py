@@ -6,7 +6,8 @@ Private, tried with torch 2.11 and 2.13: ``SymInt.node`` with ``expr`` and ``hin
 public but for its documentation.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -36,6 +37,79 @@ def is_same(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
 def have_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same shape whatever the batch."""
     return a.dim() == b.dim() and all(is_same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+class RowSymbol:
+    """The symbol that stands for the rows of a batch, and how many of these the traced batch has.
+
+    ``nodes`` are the inputs of a graph; the rows are what most of the tensors among them have as their first size.
+    There is no symbol (`is_known` False) where no tensor has one there.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        values = [node.meta.get("val") for node in nodes]
+        firsts = [x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim()]
+        symbols = Counter(size.node.expr for size in firsts if is_symbolic(size) and size.node.expr.is_symbol)
+        self._symbol = max(symbols, key=lambda symbol: symbols[symbol], default=None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is such a symbol."""
+        return self._symbol is not None
+
+    def is_in(self, value: object) -> bool:
+        """Whether a fake tensor's sizes, or a size, depend on the rows."""
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        return any(self._symbol in s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt))
+
+    def rows(self, fakes: Sequence[Any], values: Sequence[Any]) -> int | None:
+        """How many rows the real ``values`` have, of which ``fakes`` were traced; None where nothing says it."""
+        for fake, value in zip(fakes, values, strict=True):
+            first = fake.shape[0] if isinstance(fake, torch.Tensor) and fake.dim() else 0
+            if isinstance(first, torch.SymInt) and first.node.expr == self._symbol:
+                return int(value.shape[0])
+        return None
+
+    def cut(self, fake: Any, value: Any, rows: int, few: int) -> Any:
+        """What ``value``, which has ``rows``, is for its first ``few`` rows: a size, or a copy of a part of a tensor.
+
+        Raises:
+            ValueError: a size depends on the rows, and is no multiple of them.
+        """
+        if not self.is_in(fake):
+            return value
+        if not isinstance(value, torch.Tensor):
+            return _share(value, rows, few)
+        found = value.detach()
+        for dimension, size in enumerate(fake.shape):
+            if self.is_in(size):
+                found = found.narrow(dimension, 0, _share(value.shape[dimension], rows, few))
+        return found.clone()
+
+
+def known_symbols(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
+    """What the symbols in ``fakes``, a graph's inputs as they were traced, stand for where these have ``values``."""
+    found: dict[Any, int] = {}
+    for fake, value in zip(fakes, values, strict=True):
+        is_tensor = isinstance(fake, torch.Tensor)
+        pairs = zip(fake.shape, value.shape, strict=True) if is_tensor else [(fake, value)]
+        found.update({size.node.expr: int(real) for size, real in pairs if is_symbolic(size)})
+    return found
+
+
+def with_symbols(fake: Any, known: Mapping[Any, int]) -> Any:
+    """What was traced, where the symbols stand for what is ``known``: a size, or a tensor without data."""
+    if isinstance(fake, torch.Tensor):
+        shape, stride = ([with_symbols(size, known) for size in sizes] for sizes in (fake.shape, fake.stride()))
+        varies = any(map(is_symbolic, (*fake.shape, *fake.stride())))
+        return torch.empty_strided(shape, stride, dtype=fake.dtype, device="meta") if varies else fake
+    return int(fake.node.expr.subs(known)) if is_symbolic(fake) else fake
+
+
+def _share(size: int, rows: int, few: int) -> int:
+    if size % rows:
+        raise ValueError(f"a size of {size} is no multiple of the {rows} rows that it depends on")
+    return size // rows * few
 
 
 class SizeBuilder:

@@ -151,7 +151,7 @@ class Adjoint:
         before = {node: list(self._coefficient_slopes.get(node, [])) for node in taken}
         taken.clear()
         ahead = {node: self._slopes.pop(node) for node in ends if node in self._slopes}
-        for probe in self._probes if outputs else ():
+        for probe in self._probes if outputs and inputs else ():
             slopes = []
             for node in outputs:
                 parts = ahead[node][:1] if node in ahead else []

@@ -30,10 +30,17 @@ def is_elementwise(start: fx.Node, nodes: Collection[fx.Node], ends: Sequence[fx
     inside = {start, *chain}
     return all(
         numel(node) == size
-        and (packet_of(node) in RESHAPES or is_pointwise(node))
+        and (_keeps_order(node) or is_pointwise(node))
         and all(numel(i) == size for i in node.all_input_nodes if i in inside)
         for node in chain
     )
+
+
+def _keeps_order(node: fx.Node) -> bool:
+    """Whether a node has the elements of its input in the same order."""
+    # Sizes that vary are expanded to what they are.
+    is_expansion = packet_of(node) is torch.ops.aten.expand and numel(node) == numel(node.all_input_nodes[0])
+    return packet_of(node) in RESHAPES or is_expansion
 
 
 class Chain:
@@ -78,7 +85,7 @@ class Chain:
         for node in self._nodes:
             if node in given:
                 continue
-            if packet_of(node) in RESHAPES:
+            if _keeps_order(node):
                 env[node] = env[node.all_input_nodes[0]]
                 continue
             shape = tuple(map(hint, node.meta["val"].shape))

@@ -21,7 +21,7 @@ from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, tensor_seed
 from gact_fx.profiling.gradient_changes import GradientChanges, difference
-from gact_fx.profiling.gradients import squared_norm
+from gact_fx.profiling.gradients import sketch, squared_norm
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Place, Step
 
@@ -43,10 +43,23 @@ class PlanMeter:
         self._steps = steps
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
-        self._exact = [step.outputs or graph.replay.run({}) for graph, step in zip(self._graphs, steps, strict=True)]
-        ends = [x for step, outputs in zip(steps, self._exact, strict=True) for x in step.ends(outputs)]
-        self._numel = sum(x.numel() for x in ends)
-        self.squared_norm = sum(map(squared_norm, ends))
+        # Sketches take no memory, but only gradients themselves can go on to other graphs.
+        self._keeps_sketches = len(steps) == 1 and steps[0].outputs is None
+        self._exact: list[dict[int, Any]] = []
+        self._numel, self.squared_norm = 0, 0.0
+        for graph, step in zip(self._graphs, steps, strict=True):
+            goes_on = step.flows.keys() | step.detours.keys()
+            self._exact.append({})
+            for position, x in enumerate(step.outputs) if step.outputs else graph.replay.outputs({}):
+                if isinstance(x, torch.Tensor) and position not in goes_on:
+                    self._numel += x.numel()
+                    self.squared_norm += squared_norm(x)
+                self._exact[-1][position] = self._kept(x)
+
+    def _kept(self, gradient: Any) -> Any:
+        """What is compared of one of backward's outputs."""
+        is_float = isinstance(gradient, torch.Tensor) and gradient.dtype.is_floating_point
+        return sketch(gradient) if self._keeps_sketches and is_float else gradient
 
     def squared_error(self, plan: Plan, without: AbstractSet[Place] = frozenset()) -> float:
         """The squared distance to the recorded gradient, the mean over draws; ``without`` what stays as recorded."""
@@ -68,7 +81,7 @@ class PlanMeter:
                 given[name] = arrived + change.reshape(arrived.shape).to(arrived.dtype)
             # One gradient after the other: all of them would take as much memory as the parameters.
             for position, value in graph.replay.outputs(given) if given else ():
-                changes.add_one(index, position, difference(value, self._exact[index][position]))
+                changes.add_one(index, position, difference(self._kept(value), self._exact[index][position]))
         return changes.squared_norm()
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
 from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.gradients import sketch
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
@@ -44,15 +45,21 @@ class Recorder:
     _waiting: dict[Hashable, int] = field(default_factory=dict, init=False)
     _has_gradients: bool = field(default=False, init=False)
     _begun: int = field(default=0, init=False)
+    _is_due: bool = field(default=False, init=False)
     # Whether `record_next` asked for the present step, or the next one.
     _is_asked_for: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
+    # Of a step of one graph, by which it is known, a few rows instead of the tape; and whether that did not do.
+    _few_rows: dict[Hashable, FewRows] = field(default_factory=dict, init=False)
+    _is_whole: bool = field(default=False, init=False)
+    _pending: tuple[FewRows, LeafGradients] | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def start(self, *, is_due: bool = True) -> None:
         """Record what runs from now on; ``is_due``: to be profiled."""
         # Sharded parameters are not there in forward of the graphs behind them.
         self._tape, self._gradients = Tape(follows=is_due and not self.copies()), {}
+        self._few_rows, self._is_due = {}, is_due
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
@@ -72,9 +79,9 @@ class Recorder:
 
     def stop(self) -> None:
         """Record nothing any more."""
-        self._tape, self._stopped = None, True
+        self._tape, self._pending, self._stopped = None, None, True
 
-    def forward(self, run: Compiled, key: Hashable, pair: GraphPair) -> Compiled:
+    def forward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the forward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
@@ -84,8 +91,9 @@ class Recorder:
             self._enter(key)
             inputs = list(arguments) if self._tape is not None else []
             with self._abandoning():
+                is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
                 outputs = run(arguments)
-            if self._tape is not None:
+            if self._tape is not None and not is_cut:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
 
@@ -95,13 +103,19 @@ class Recorder:
         """``run``, the backward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
-            inputs = []
-            if self._tape is not None:
+            inputs: Sequence[Any] = []
+            few = self._few_rows.get(key)
+            if few is not None:
+                few.keep_tangents(arguments)
+                inputs = few.inputs
+            elif self._tape is not None:
                 lasting = with_copies(pair, analysis, arguments) if self.copies() else arguments
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = run(arguments)
-            if self._tape is not None:
+            if few is not None:
+                few.keep_results(result)
+            elif self._tape is not None:
                 self._tape.record_results(key, result)
             if self.every is None:
                 return result
@@ -113,6 +127,21 @@ class Recorder:
             return result
 
         return boxed(call)
+
+    def _cut(self, key: Hashable, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> bool:
+        """Keep a few rows of a step of one graph instead of all that it saves; whether that was done.
+
+        Where other runs turn up behind it, the next step is recorded whole.
+        """
+        if self._is_whole:
+            return False
+        if self._few_rows:
+            self._is_whole = True
+        elif self._is_due and self._tape is not None and self._tape.is_empty and not self.copies():
+            few = FewRows.of(pair, analysis, inputs)
+            self._few_rows = {} if few is None else {key: few}
+            return few is not None
+        return False
 
     def _enter(self, key: Hashable) -> None:
         if self.every is None or self._stopped or not self.counts():
@@ -139,7 +168,7 @@ class Recorder:
         if not any(self._waiting.values()):
             self._finish()
 
-    def _collect(self, pair: GraphPair, inputs: list[Any], result: Any) -> None:
+    def _collect(self, pair: GraphPair, inputs: Sequence[Any], result: Any) -> None:
         for position, source in pair.gradients_of_inputs().items():
             gradient, leaf = result[position], inputs[source] if inputs else None
             if isinstance(gradient, torch.Tensor) and isinstance(leaf, torch.Tensor) and leaf.is_leaf:
@@ -161,7 +190,7 @@ class Recorder:
                 if self._tape is not None:
                     outcome = "the plan there is stays" if is_given_up else "the next step takes its place"
                     log.warning("%s in a step that was to be profiled; %s", type(error).__name__, outcome)
-                self._tape, self._gradients = None, {}
+                self._tape, self._gradients, self._few_rows = None, {}, {}
                 self._waiting, self._has_gradients = {}, False
                 if is_given_up:
                     self._is_asked_for = False
@@ -171,17 +200,38 @@ class Recorder:
             raise
 
     def _finish(self) -> None:
-        steps, gradients = self._steps(), self._gradients
-        self._tape, self._gradients = None, {}
+        waits = bool(self._few_rows) and not self._is_whole
+        if waits:
+            (few,), steps = self._few_rows.values(), []
+            self._pending = few, self._gradients
+        else:
+            steps = self._steps()
+        gradients, self._tape, self._gradients, self._few_rows = self._gradients, None, {}, {}
         self._waiting, self._has_gradients = {}, False
-        self._is_asked_for &= not steps
+        self._is_asked_for &= not (steps or waits)
         if steps:
             is_due = self.every is None or self._begun % self.every == 0
             self.on_step(steps if is_due else [], gradients)
 
+    def settle(self) -> None:
+        """Hand over the last step, where it waits for its rows to be run: before the next one, when most training
+        loops have no gradients in memory.
+        """
+        if self._pending is None or torch.is_inference_mode_enabled():
+            return
+        (few, gradients), self._pending = self._pending, None
+        # As within backward, whatever surrounds the next call.
+        with torch.autocast(few.device_type, enabled=False):
+            steps = self._of_rows(few)
+            if steps:
+                self.on_step(steps, gradients)
+
     def _steps(self) -> list[Step]:
-        if self._tape is None:
+        few, self._few_rows = list(self._few_rows.values()), {}
+        if self._tape is None or (few and self._is_whole):
             return []
+        if few:
+            return self._of_rows(few[0])
         breaks = self._tape.breaks()
         if breaks and not self._has_warned:
             self._has_warned = True
@@ -190,3 +240,14 @@ class Recorder:
                 "not measured, and widths may be chosen poorly", "; ".join(breaks),
             )  # fmt: skip
         return self._tape.steps()
+
+    def _of_rows(self, few: FewRows) -> list[Step]:
+        try:
+            return [few.step()]
+        except Exception as error:
+            self._is_whole = True
+            log.warning(
+                "profiling on %d of %d rows failed with %s: %s; the next step is profiled whole, in more memory",
+                few.few, few.rows, type(error).__name__, error,
+            )  # fmt: skip
+            return []

@@ -27,7 +27,8 @@ class Step:
     earlier step that computed this input and the name of that step's tangent; ``detours``, where eager PyTorch computed
     the input, to what happens to the gradient there, whose ends are such places, or leaves. ``leaves``, by backward
     output, are the leaves whose gradients these are, numbered within the training step. ``outputs`` are what backward
-    gave; there are none where somebody has written to them since, and it is None where they were not kept.
+    gave; there are none where somebody has written to them since, and it is None where they were not kept. ``weight``:
+    by how many times the training step's variance is that of this backward pass, which may be of a few of its rows.
     """
 
     pair: GraphPair
@@ -37,6 +38,7 @@ class Step:
     detours: Mapping[int, EagerVJP] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
     outputs: Sequence[Any] | None = None
+    weight: float = 1.0
 
     def onward(self, position: int, gradient: torch.Tensor) -> list[tuple[Place | None, Hashable, torch.Tensor]]:
         """What a backward output is, or is part of: the gradients of tangents of earlier steps, and of leaves.
@@ -142,6 +144,11 @@ class Tape:
     def __init__(self, *, follows: bool = True) -> None:
         self._calls: list[_Call] = []
         self._follows = follows
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no graph has run forward."""
+        return not self._calls
 
     def record_forward(self, graph: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""

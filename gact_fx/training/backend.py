@@ -24,6 +24,7 @@ from gact_fx.training.learner import Learner
 from gact_fx.training.lifecycle import State
 from gact_fx.training.ranks import Ranks
 from gact_fx.training.rewrite import RewrittenGraph
+from gact_fx.training.row_tracing import RowTracing
 from gact_fx.training.session import Session
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -32,16 +33,27 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 class Backend:
     """Rewrites graphs by the session's plan, or all at the profiling width, and compiles them.
 
-    ``interpreted``: run them operator by operator instead, as profiling does. ``recorder`` watches them run.
+    ``interpreted``: run them operator by operator instead, as profiling does. ``recorder`` watches them run, and
+    ``rows`` may have a graph traced anew.
     """
 
-    def __init__(self, session: Session, *, interpreted: bool = False, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        interpreted: bool = False,
+        recorder: Recorder | None = None,
+        rows: RowTracing | None = None,
+    ) -> None:
         self._session = session
         self._interpreted = interpreted
         self._recorder = recorder
+        self._rows = rows
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
+        if self._rows is not None and session.config.dynamic is None:
+            self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
         # What the recorder knows the graph by, also where it is cut in two more than once.
         key = object()
@@ -104,7 +116,7 @@ class Backend:
             return run
         if is_backward:
             return recorder.backward(run, key, graph.replayable, graph.analysis)
-        return recorder.forward(run, key, graph.replayable)
+        return recorder.forward(run, key, graph.replayable, graph.analysis)
 
 
 def uncompressed(inner: str) -> str:
@@ -134,14 +146,23 @@ def run_states(
         again.record_next()
         lifecycle.profile_again(True)
 
-    session.profile_next = profile_next
+    def settle() -> None:
+        first.settle()
+        again.settle()
+
+    session.profile_next, session.settle = profile_next, settle
+    lifecycle.before_calls(settle)
+
+    def profiled(recorder: Recorder) -> Callable[..., Any]:
+        rows = RowTracing()
+        return rows.around(compile(Backend(session, interpreted=True, recorder=recorder, rows=rows)))
 
     def compiled(state: State) -> Callable[..., Any]:
         if state is State.PROFILING:
-            return compile(Backend(session, interpreted=True, recorder=first))
+            return profiled(first)
         first.stop()
         if state is State.PROFILING_AGAIN:
-            return compile(Backend(session, interpreted=True, recorder=again))
+            return profiled(again)
         if state is State.PLANNED:
             again.restart()
             return compile(Backend(session, recorder=again))

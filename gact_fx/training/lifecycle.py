@@ -46,7 +46,7 @@ class Lifecycle:
         self._compile: Callable[[State], Callable[..., Any]] | None = None
         self._compiled: dict[State, Callable[..., Any]] = {}
         self._running: Callable[..., Any] | None = None
-        self._before_call: Callable[[], None] = lambda: None
+        self._before_calls: list[Callable[[], None]] = []
         self._original: Callable[..., Any] | None = None
 
     @property
@@ -63,8 +63,8 @@ class Lifecycle:
         self._original = original
 
     def before_calls(self, call: Callable[[], None]) -> None:
-        """Have ``call()`` run before every call from outside of backward; it may change the state."""
-        self._before_call = call
+        """Have ``call()`` run before every call from outside of backward, after others; it may change the state."""
+        self._before_calls.append(call)
 
     def compile_again(self) -> None:
         """Compile what runs now from scratch."""
@@ -98,7 +98,8 @@ class Lifecycle:
     def current(self) -> Callable[..., Any]:
         """What to run now. Dynamo must not trace the choice."""
         if not in_backward():
-            self._before_call()
+            for call in self._before_calls:
+                call()
             self._running = None
         if self._running is None:
             self._running = self._compiled[self._state]

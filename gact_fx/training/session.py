@@ -67,6 +67,8 @@ class Session:
         self.lifecycle = Lifecycle(State.UNCOMPRESSED if config.budget_bits is None else state)
         # Has the next step profiled, where the model can.
         self.profile_next: Callable[[], None] = lambda: None
+        # Learns from a step that was recorded and waits for that.
+        self.settle: Callable[[], None] = lambda: None
         self._afterthoughts = 0
         # The graphs that ran backward since there is the present plan, or since one ran that it was made without.
         self._running: set[str] = set()
@@ -157,7 +159,7 @@ class Session:
             bar.refresh()
         measured = measure_step(steps, self.config, bar.update if bar is not None else lambda count: None)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
-            profile.add(step.analysis, sensitivities)
+            profile.add(step.analysis, {name: found.scaled(step.weight) for name, found in sensitivities.items()})
         return MeasuredStep(steps, measured)
 
     def check(self, latest: MeasuredStep | None) -> None:

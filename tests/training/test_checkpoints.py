@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Mixed, mixed_batch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gact_fx
 
@@ -115,3 +116,24 @@ def test_a_copy_is_not_compiled_and_says_so(copied: Any, steps: int) -> None:
     assert train(twin, adam(twin), steps) == train(model, adam(model), steps)  # type: ignore[arg-type]
     assert (gact_fx.inspect(twin).ratio > 2) == (report.plan is not None)
     assert "copy" not in gact_fx.inspect(model).note + gact_fx.inspect(twin).note
+
+
+def test_checkpointing_around_dropout_alone() -> None:
+    """What draws a region's numbers again has no value that tracing notes."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 10)])
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return (x * x.detach()).sum()
+
+    compressed = gact_fx.compile(loss, budget_bits=8, inner="eager", min_elements=64)
+    for _ in range(2):
+        layers.zero_grad()
+        value = compressed(torch.randn(128, 64))
+        value.backward()
+        weight = layers[2].weight
+        # The loss is linear in the last layer but for its detached factor and the bias.
+        bias = layers[2].bias
+        assert float((weight.grad * weight).sum() + (bias.grad * bias).sum()) == pytest.approx(float(value), rel=0.01)

@@ -1,0 +1,132 @@
+"""A few rows of a batch stand for all of them: what is measured on these takes so much less memory.
+
+The step itself runs on the whole batch. Of it the first rows of what forward reads and of the tangents are kept, and
+when backward has ended the same graphs run on these, whose rows were traced as a size that varies.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.compilers import interpret_graph
+from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.replay import Replay
+from gact_fx.graphs.sizes import RowSymbol, known_symbols, with_symbols
+from gact_fx.graphs.trees import tree_map
+from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.profiling.gradients import squared_norm
+from gact_fx.profiling.tape import Step
+
+# The fewest rows that are measured, and the bytes that these save, uncompressed: of fewer elements, figures scatter.
+FEWEST = 2
+ENOUGH_NBYTES = 2**23
+
+
+@dataclass(eq=False)
+class FewRows:
+    """The first ``few`` of ``rows`` of one call of a pair of graphs, by ``symbol``.
+
+    ``inputs`` are forward's, ``tangents`` backward's by name, ``squared_norm`` that of the whole batch's gradient; the
+    last two are there once `keep_tangents` and `keep_results` were called.
+    """
+
+    pair: GraphPair
+    analysis: GraphAnalysis
+    symbol: RowSymbol
+    rows: int
+    few: int
+    inputs: Sequence[Any]
+    tangents: dict[str, Any] = field(default_factory=dict)
+    squared_norm: float = 0.0
+
+    @classmethod
+    def of(cls, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> "FewRows | None":
+        """Copies of the first rows of forward's ``inputs``; None where these have no rows that vary, or too few."""
+        nodes = pair.forward.graph.find_nodes(op="placeholder")
+        varying = [node for node in nodes if node.name not in pair.static_inputs]
+        symbol = RowSymbol(varying)
+        fakes = [node.meta.get("val") for node in nodes]
+        rows = symbol.rows(fakes, inputs) if symbol.is_known and not _has_collectives(pair) else None
+        if rows is None:
+            return None
+        nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
+        few = max(FEWEST, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
+        if 2 * few > rows:
+            return None
+        written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}
+        cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
+        kept = [x.clone() if node in written else x for node, x in zip(nodes, cut, strict=True)]
+        return cls(pair, analysis, symbol, rows, few, kept)
+
+    @property
+    def device_type(self) -> str:
+        """Where the graphs run."""
+        return next((x.device.type for x in self.inputs if isinstance(x, torch.Tensor)), "cpu")
+
+    def keep_tangents(self, arguments: Sequence[Any]) -> None:
+        """Of the ``arguments`` of the whole batch's backward pass."""
+        names, placeholders = self.pair.tangents(), self.pair.backward.graph.find_nodes(op="placeholder")
+        for node, value in zip(placeholders, arguments, strict=True):
+            if node.name in names:
+                self.tangents[node.name] = self.symbol.cut(node.meta.get("val"), value, self.rows, self.few)
+
+    def keep_results(self, results: Sequence[Any]) -> None:
+        """Of the whole batch's backward pass."""
+        self.squared_norm = sum(squared_norm(x) for x in results if _is_float(x))
+
+    def step(self) -> Step:
+        """Run forward on the rows; the step knows what share of the whole batch's variance theirs is."""
+        pair = self._pair_of_few()
+        devices = {x.device.index for x in self.inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+            outputs = interpret_graph(self.pair.forward)(list(self.inputs))
+        given = {saved.placeholder.name: outputs[saved.position] for saved in self.pair.saved_values()}
+        given.update(self.tangents)
+        arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
+        leaves: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        for output, position in pair.gradients_of_inputs().items():
+            leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
+        step = Step(pair, self.analysis, arguments, leaves=leaves)
+        return replace(step, weight=self._weight(step))
+
+    def _pair_of_few(self) -> GraphPair:
+        """The same graphs, with backward's sizes as they are for the few rows."""
+        nodes = self.pair.forward.graph.find_nodes(op="placeholder")
+        known = known_symbols([node.meta.get("val") for node in nodes], self.inputs)
+        backward = copy_module(self.pair.backward)
+        for node in backward.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
+        return replace(self.pair, backward=backward)
+
+    def _weight(self, step: Step) -> float:
+        """By how many times the variance of the whole batch's gradient is that of the rows' gradient.
+
+        Errors of rows are independent. Where the gradient is their sum, the whole has ``rows / few`` times the
+        variance; where it is their mean, so many times less. A mean has a gradient of much the same size whatever the
+        rows, a sum one that grows with them, and the bound lies between the two.
+        """
+        with torch.no_grad():
+            found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
+        times = self.rows / self.few
+        is_mean = found * math.sqrt(times) > self.squared_norm
+        return 1 / times if is_mean else times
+
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def _is_float(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _has_collectives(pair: GraphPair) -> bool:
+    graphs: tuple[fx.Graph, ...] = (pair.forward.graph, pair.backward.graph)
+    return any("c10d" in str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function")

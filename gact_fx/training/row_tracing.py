@@ -1,0 +1,67 @@
+"""Has large graphs traced with their rows as a size that varies, so that they can be profiled on a few rows."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.dynamo import cause_within_backend, first_sizes_vary
+from gact_fx.graphs.trees import tree_leaves
+from gact_fx.profiling.few_rows import ENOUGH_NBYTES, FEWEST
+
+
+class TraceAgain(Exception):
+    """Raised by a backend before anything ran: the graph is large, and is to be traced with rows that vary."""
+
+
+@dataclass(eq=False)
+class RowTracing:
+    """Whether what is compiled next may be traced anew with rows that vary, and whether that was asked for."""
+
+    is_open: bool = False
+    is_asked_for: bool = False
+
+    def ask_for(self, module: fx.GraphModule) -> None:
+        """Called before ``module`` is compiled; of several graphs of a call with the first one.
+
+        Raises:
+            TraceAgain: the graph is to be traced anew.
+        """
+        if self.is_open and not self.is_asked_for and _nbytes(module) >= 2 * FEWEST * ENOUGH_NBYTES:
+            self.is_asked_for = True
+            raise TraceAgain
+        self.is_open = False
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled``, a function that is compiled when it is called, traced anew where that is asked for."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            batch = _with_common_rows(tree_leaves((args, kwargs)))
+            self.is_open = bool(batch) and torch.is_grad_enabled()
+            if not self.is_asked_for:
+                try:
+                    return compiled(*args, **kwargs)
+                except Exception as error:
+                    if not isinstance(cause_within_backend(error), TraceAgain):
+                        raise
+            with first_sizes_vary(batch):
+                return compiled(*args, **kwargs)
+
+        return call
+
+
+def _with_common_rows(values: list[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that have as many rows as most have, none where these are few."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter) and x.dim()]
+    rows = Counter(x.shape[0] for x in tensors)
+    most = max(rows, key=lambda count: rows[count], default=0)
+    return [x for x in tensors if x.shape[0] == most] if most >= 2 * FEWEST else []
+
+
+def _nbytes(module: fx.GraphModule) -> int:
+    """What the calls of a graph give, a bound on what may be saved of it."""
+    values = (node.meta.get("example_value") for node in module.graph.nodes if node.op.startswith("call"))
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor))

@@ -1,0 +1,164 @@
+"""Large graphs are profiled on a few rows of the batch, in less memory and with the same plan."""
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.profiling import few_rows
+from gact_fx.profiling.few_rows import FewRows
+from gact_fx.training import row_tracing
+from gact_fx.training.model import session_of
+
+ROWS, WIDTH = 64, 48
+
+
+class Net(nn.Module):
+    """What bends, a mask, dropout and statistics of rows, and a loss of its own if ``reduce`` says how."""
+
+    def __init__(self, reduce: str = "") -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.drop, self.reduce = nn.LayerNorm(WIDTH), nn.Dropout(0.1), reduce
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(F.gelu(self.a(x)))
+        hidden = self.c(F.relu(self.b(self.norm(hidden)))).softmax(-1)
+        losses = (hidden.cumsum(-1) - 0.5).square()
+        return getattr(losses, self.reduce)() if self.reduce else losses
+
+
+@pytest.fixture(autouse=True)
+def small_graphs_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (few_rows, row_tracing):
+        monkeypatch.setattr(module, "ENOUGH_NBYTES", 2**13)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every step that is profiled on a few rows, how many of how many."""
+    found: list[tuple[int, int]] = []
+    step = FewRows.step
+
+    def noted(self: FewRows) -> object:
+        found.append((self.few, self.rows))
+        return step(self)
+
+    monkeypatch.setattr(FewRows, "step", noted)
+    return found
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return gact_fx.compile(model, inner="eager", min_elements=64, **options)  # type: ignore[arg-type]
+
+
+def variance(model: nn.Module) -> float:
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.variance is not None
+    return plan.variance
+
+
+def held_bytes() -> int:
+    """Of all storages that Python objects hold."""
+    gc.collect()
+    # Fake tensors have no bytes.
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+# The loss inside of the model, or behind it.
+LOSSES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean inside": ("mean", lambda y: y),
+    "sum inside": ("sum", lambda y: y),
+    "mean behind": ("", torch.Tensor.mean),
+    "sum behind": ("", torch.Tensor.sum),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[tuple[int, int]]) -> None:
+    reduce, loss_of = LOSSES[name]
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, 4, WIDTH)
+    few, whole = Net(reduce), Net(reduce)
+    whole.load_state_dict(few.state_dict())
+    # Sizes that never vary leave nothing to cut by.
+    for model, options in ((few, {}), (whole, {"dynamic": False})):
+        compiled(model, **options)
+        loss_of(model(x)).backward()
+    assert variance(few) == pytest.approx(variance(whole), rel=0.3)
+    assert cut == [(2, ROWS)]
+    error = gact_fx.measure_gradient_error(few, [x], lambda model, batch: loss_of(model(batch)))
+    assert sum(of.variance + of.bias_estimate**2 for of in error.parameters) < 2 * variance(few)
+
+
+def test_the_step_itself_leaves_no_trace(cut: list[tuple[int, int]]) -> None:
+    """Neither in buffers nor random numbers, nor on the batch; and its gradient is of the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    exact, x = copy.deepcopy(model), torch.randn(8 * ROWS, WIDTH)
+    compiled(model, budget_bits=8)
+    for net in (model, exact):
+        net(x).square().mean().backward()
+    state = torch.get_rng_state()
+    assert gact_fx.inspect(model).plan is not None and cut
+    assert torch.equal(torch.get_rng_state(), state)
+    assert relative_error(gradients(model), gradients(exact)) < 0.02
+    torch.testing.assert_close(dict(model.named_buffers()), dict(exact.named_buffers()))
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_planned_graphs_are_those_of_the_profile(caplog: pytest.LogCaptureFixture, cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    for _ in range(3):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+    assert "not profiled" not in caplog.text and len(cut) == 1
+    rows = [row for row in gact_fx.inspect(model).rows if row.encoding == "quantize"]
+    assert rows and all(row.sensitivity is not None for row in rows)
+
+
+def test_what_waits_to_be_profiled_is_a_few_rows() -> None:
+    torch.manual_seed(0)
+    model, x = compiled(Net()), torch.randn(4096, 4, WIDTH)
+    before = held_bytes()
+    model(x).mean().backward()
+    model.zero_grad()
+    session = session_of(model)
+    assert session is not None and session.plan is None
+    assert held_bytes() - before < 0.1 * x.nbytes
+
+
+def test_a_batch_is_profiled_whole_where_the_model_breaks_it_up(cut: list[tuple[int, int]]) -> None:
+    class Broken(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = F.gelu(self.a(x))
+            torch._dynamo.graph_break()
+            return (F.gelu(self.b(hidden)) * self.c(hidden)).square().mean()
+
+    torch.manual_seed(0)
+    model = compiled(Broken())
+    for _ in range(3):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+    assert not cut and gact_fx.inspect(model).ratio > 2
+
+
+def test_rows_that_cannot_be_cut_are_profiled_whole(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FewRows) -> object:
+        raise RuntimeError("no rows")
+
+    monkeypatch.setattr(FewRows, "step", fail)
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    for _ in range(3):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+    assert "profiling on 2 of 64 rows failed with RuntimeError: no rows; the next step is profiled whole" in caplog.text
+    assert gact_fx.inspect(model).ratio > 2
