@@ -13,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
-# All parameters, figures of the README on real architectures, and every property on 10,000 examples.
+# All parameters, the documented figures on real architectures, and every property on 10,000 examples.
 test-all: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile=whole
 
@@ -29,7 +29,8 @@ check: $(STAMP)
 # In tests attributes of torch's modules come as Any and torch's decorators have no types.
 	MYPYPATH=build/types:benchmarks:examples:tests $(BIN)/mypy --no-warn-return-any --allow-untyped-decorators tests/*.py tests/*/*.py
 
-# The site in site/, without the network; a warning is an error. tests/test_docs.py runs its code.
+# The site in site/, without the network; a warning is an error. tests/test_docs.py runs its code. To search in it:
+# python -m http.server --directory site
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
