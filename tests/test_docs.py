@@ -99,7 +99,7 @@ def transformers() -> Namespace:
     )  # fmt: skip
     batch = {"input_ids": torch.randint(0, 16, (8, 32)), "labels": torch.randint(0, 2, (8,))}
     rows = [{name: value[i] for name, value in batch.items()} for i in range(8)] * 4
-    return {"model": BertForSequenceClassification(config).eval(), "batch": batch, "dataset": rows}
+    return {"model": BertForSequenceClassification(config).train(False), "batch": batch, "dataset": rows}
 
 
 def nothing() -> Namespace:
