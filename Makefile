@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-all check bench zoo cuda-check sanitize install clean
+.PHONY: demo test test-all check docs bench zoo cuda-check sanitize install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
@@ -13,7 +13,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
-# All parameters, figures of the README on real architectures, and every property on 10,000 examples.
+# All parameters, the documented figures on real architectures, and every property on 10,000 examples.
 test-all: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile=whole
 
@@ -28,6 +28,11 @@ check: $(STAMP)
 	MYPYPATH=build/types:benchmarks:examples $(BIN)/mypy examples/*.py
 # In tests attributes of torch's modules come as Any and torch's decorators have no types.
 	MYPYPATH=build/types:benchmarks:examples:tests $(BIN)/mypy --no-warn-return-any --allow-untyped-decorators tests/*.py tests/*/*.py
+
+# The site in site/, without the network; a warning is an error. tests/test_docs.py runs its code. To search in it:
+# python -m http.server --directory site
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run; do \
@@ -53,8 +58,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
 	$(BIN)/pip install "setuptools>=77,<82" wheel ninja
-	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check]"
+	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check,docs]"
 	touch $(STAMP)
 
 clean:
-	rm -rf build $(VENV) *.egg-info gact_fx/*.so
+	rm -rf build site $(VENV) *.egg-info gact_fx/*.so

@@ -85,8 +85,9 @@ def compile(
 
 
 def inspect(model: Callable[..., Any]) -> Report:
-    """What was rewritten in a model compiled by :func:`compile`, or in the one compiled module within ``model``, and
-    why not where it was not.
+    """How each saved tensor of a compiled model is stored, and why not smaller.
+
+    ``model`` was compiled by `compile`, or contains one module that was, as wrappers do.
 
     Raises:
         ValueError: the model was not compiled by ``gact_fx.compile``, or several of its modules were.

@@ -68,34 +68,34 @@ class Config:
         sensitivity: how the sensitivities of the gradient are measured: ``"adjoint"``, all tensors at once by a few
             reverse passes through backward; or ``"empirical"`` (GACT, Algorithm 1), a backward pass for each tensor.
         profile_draws: random probes per sample batch, or perturbed gradients per tensor and sample batch.
-        profile_every: measure again every so many training steps (at most every second one), and plan again where the
-            bits would change and it is worth a compilation; None never does. Steps that are measured run as the first
-            one does, at 8 bits and operator by operator.
+        profile_every: measure again every so many training steps (at most every second one). Another plan is made
+            where widths would change and the gain is worth a compilation. None: never. Steps that are measured run as
+            the first one does, at 8 bits and operator by operator.
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as
             ``budget_bytes`` asks for, or each that needs no other one.
-        rounding: ``"auto"`` takes for each tensor the one with the smaller error: ``"stochastic"``, or ``"dither"``
-            (subtractive dither), which has half the error variance on values that spread over their group's range and
-            more on those that lie at its minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is stochastic.
-            ``"nearest"`` is biased and serves debugging. `gact_fx.ops.compress` says more.
-        swap: keep codes, masks and packed integers in pinned host memory between forward and backward, which fetches
-            them ahead of their use. For CUDA devices, where it has not run yet; on the CPU it does nothing, and a
-            warning says so. What is kept exact, what eager PyTorch saves between graphs, and steps that are profiled
-            stay on the device.
-        unknown_operators: what backward gives to operators that are none of PyTorch's own (`torch.library`, Triton,
-            other libraries): ``"measure"`` tries while profiling whether such an operator is linear in the gradient,
-            and what codes of all else that it reads do; what fails, or is not profiled, stays as it is. ``"exact"``
-            leaves all of it as it is.
+        rounding: ``"auto"`` takes for each tensor the rounding with the smaller error, ``"stochastic"`` or
+            ``"dither"``. Subtractive dither has half the error variance on values that spread over their group's range,
+            and more on values at the group's minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is
+            stochastic. ``"nearest"`` is biased and serves debugging. `gact_fx.ops.compress` says more.
+        swap: keep codes, masks and packed integers in pinned host memory between forward and backward. Backward fetches
+            them ahead of their use. For CUDA devices, where swapping has not run yet; on the CPU it does nothing, and a
+            warning says so. Exact tensors, tensors that eager PyTorch saves between graphs, and all tensors of steps
+            that are profiled stay on the device.
+        unknown_operators: how to store tensors that backward passes to operators other than PyTorch's own
+            (`torch.library`, Triton, other libraries). ``"measure"``: while profiling, try whether such an operator is
+            linear in the gradient, and what codes of its other inputs do; tensors that fail, or were not profiled, stay
+            exact. ``"exact"``: all of them stay exact.
         split_loss: compute a linear layer and the cross-entropy behind it in pieces, where the logits in between would
             have four million elements or more. Backward then computes the layer's product once more.
-        loss_only: the caller reads the loss alone: logits that ``split_loss`` splits, and that the model returns as the
-            layer gives them, are never there whole, and are NaN without a gradient in what is returned.
+        loss_only: a promise that the caller reads the loss alone. Logits that ``split_loss`` splits are then never
+            there whole, also where the model returns them: the returned logits are NaN and have no gradient.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
-            compiled operators (``"off"``). ``"auto"`` fuses only on devices that have no compiled operators: on the CPU
-            these are several times faster; on a GPU nobody has measured it yet.
+            compiled operators (``"off"``). ``"auto"`` fuses only on devices that have no compiled operators. On the CPU
+            the compiled operators are several times faster; on a GPU nobody has measured it yet.
         dynamic: as in ``torch.compile``: sizes that vary (True), sizes as they come, with a compilation for each
             (False), or sizes that turn out to vary (None).
         fullgraph: as in ``torch.compile``: a graph break is an error.

@@ -1,4 +1,4 @@
-"""The figures of the README on real architectures: bytes held, and gradients at 8 bits. Minutes, not seconds."""
+"""The documented figures on real architectures: bytes held, and gradients at 8 bits. Minutes, not seconds."""
 
 import pytest
 import torch

@@ -142,8 +142,10 @@ def decompress(
         size: shape of the tensor that was compressed; any shape with as many elements will do.
         dtype: dtype of the tensor that was compressed; bool, or uint8 with ``bits`` 1, reads the mask at the end of
             the blob, as true or false, ones or zeros.
-        bits, group_size, seed, rounding: as for `compress`. The bits are ignored for bool, and only dither reads the
-            seed.
+        bits: as for `compress`; ignored for bool.
+        group_size: as for `compress`.
+        seed: as for `compress`; only dither reads it.
+        rounding: as for `compress`.
 
     Returns:
         A new contiguous tensor of the given size and dtype.

@@ -38,9 +38,9 @@ def measure_gradient_error(
 ) -> GradientError:
     """Compare the gradients that ``model`` trains with to exact ones, batch by batch; changes nothing about ``model``.
 
-    Of every batch the exact gradient is computed once and the compressed one ``draws`` times, each time with other
-    rounding noise, and all of them with the same dropout masks, buffers and parameters. The graphs are those of
-    training, run operator by operator. In memory are a few gradients, in float64, and not all draws.
+    For every batch, the exact gradient is computed once and the compressed gradient ``draws`` times, each time with
+    other rounding noise. All have the same dropout masks, buffers and parameters. The graphs are those of training, run
+    operator by operator. Memory holds a few gradients in float64, not all draws.
 
     Args:
         model: a module compiled by ``gact_fx.compile`` that has a plan; measured in the mode (train or eval) it is in.
@@ -50,8 +50,8 @@ def measure_gradient_error(
 
     Raises:
         ValueError: ``model`` was not compiled, has no plan, or is compiled without compression; ``draws`` out of range;
-            no batches, or one that the model rejects; a loss that is not a scalar, has no gradient, or is another at
-            each call.
+            no batches, or a batch that the model rejects; a loss that is not a scalar, has no gradient, or differs from
+            call to call with equal seeds.
     """
     session = _session(model)
     if not isinstance(draws, int) or isinstance(draws, bool) or draws < 2:
