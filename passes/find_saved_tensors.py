@@ -8,6 +8,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind
+from gact_fx.graphs.module_names import module_path
 from gact_fx.graphs.operator_table import NAMES
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
@@ -36,7 +37,7 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
         # Detach and alias say nothing about what was saved.
         producer = behind(saved.source, NAMES)
         op = _op_name(producer)
-        names = (saved.name, f"{op}#{counts[op]}", op, _module_path(producer))
+        names = (saved.name, f"{op}#{counts[op]}", op, module_path(producer))
         counts[op] += 1
         value = saved.source.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -75,14 +76,3 @@ def _op_name(node: fx.Node) -> str:
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         return f"{_op_name(node.args[0])}[{node.args[1]}]"
     return str(node.target).removesuffix(".default")
-
-
-def _module_path(node: fx.Node) -> str:
-    """The innermost module that the node was traced in, as ``encoder.layer.0``, or ''."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    for noise in ("L['self'].", "L['self']", "_modules['", "']", "getattr(", "self."):
-        path = path.replace(noise, "")
-    return path
