@@ -109,7 +109,7 @@ def inspect(model: Callable[..., Any]) -> Report:
             "has it run as the original does"
         )
         return Report((), (), session.plan, note)
-    return Report.from_session(session)
+    return Report.from_session(session, model)
 
 
 def _session(model: Callable[..., Any], config: Config, plan: Plan | None) -> Session:

@@ -1,8 +1,8 @@
 """Which module of the model a node of a graph was traced in.
 
-Private, tried with torch 2.11 and 2.13: ``meta["nn_module_stack"]``, whose keys begin with the modules' ``id`` and whose
-values begin with Dynamo's expressions for them, and ``meta["fwd_nn_module_stack"]``, which AOTAutograd copies to the
-nodes of backward (public would be the modules' names as ``torch.export`` gives them).
+Private, tried with torch 2.11 and 2.13: ``meta["nn_module_stack"]``, whose keys begin with the modules' ``id`` and
+whose values begin with Dynamo's expressions for them, and ``meta["fwd_nn_module_stack"]``, which AOTAutograd copies to
+the nodes of backward (public would be the modules' names as ``torch.export`` gives them).
 """
 
 import re
