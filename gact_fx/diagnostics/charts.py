@@ -7,7 +7,7 @@ from html import escape
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7f7f7f")
 WIDTH, HEIGHT = 410, 250
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 24, 12, 40
 Scale = Callable[[float], float]
 
 

@@ -11,7 +11,7 @@ from gact_fx.diagnostics.steps import LARGEST, LAST, PREDICTED, StepSizes, step_
 from gact_fx.graphs.module_names import full_names
 from gact_fx.passes.encodings import Keep
 from gact_fx.training.rewrite import RewrittenGraph
-from gact_fx.training.run_counts import GraphRuns, Step
+from gact_fx.training.run_counts import GraphRuns, StepRuns
 from gact_fx.training.session import Session
 
 
@@ -37,44 +37,43 @@ def collect(session: Session, module_names: Mapping[int, str]) -> Collected:
         rows = _predicted(session)
         return Collected(rows, (), (), (), (step_sizes(PREDICTED, rows),) if rows else (), _note(session, rows), ())
     largest, last = session.run_counts.largest_step(), session.run_counts.last_step()
-    graphs = [graph for graph in session.graphs if graph in largest or not largest]
-    others = [graph for graph in session.graphs if graph in last and graph not in graphs]
-    ordered = (*graphs, *others)
+    has_run = bool(largest.graphs)
+    if not has_run:
+        largest = StepRuns(dict.fromkeys(session.graphs, GraphRuns()), largest.eager)
+    graphs = [graph for graph in session.graphs if graph in largest.graphs]
+    ordered = (*graphs, *(graph for graph in session.graphs if graph in last.graphs and graph not in graphs))
     names = tuple(_names(graph, module_names) for graph in ordered)
-    shown = largest or dict.fromkeys(graphs, GraphRuns())
-    rows = _step_rows(session, ordered, shown, names)
-    steps = [step_sizes(LARGEST, rows)] if largest else []
-    if last != largest:
+    rows = _step_rows(session, ordered, largest, names)
+    steps = [step_sizes(LARGEST, rows)] if has_run else []
+    if has_run and last != largest:
         steps.append(step_sizes(LAST, _step_rows(session, ordered, last, names)))
     unforeseen = tuple(index for index, graph in enumerate(ordered) if session.is_unforeseen(graph))
-    runs = tuple(shown[graph].runs if graph in shown else 0 for graph in ordered)
+    runs = tuple(largest.graphs[graph].runs if graph in largest.graphs else 0 for graph in ordered)
     return Collected(rows, ordered, names, runs, tuple(steps), _note(session, rows), unforeseen)
 
 
 def _step_rows(
-    session: Session, graphs: Sequence[RewrittenGraph], step: Step, names: Sequence[Mapping[str, str]]
+    session: Session, graphs: Sequence[RewrittenGraph], step: StepRuns, names: Sequence[Mapping[str, str]]
 ) -> tuple[Row, ...]:
-    """The rows of one step; what eager PyTorch holds between graphs is known of the latest one alone."""
+    """The rows of one step, of its graphs and of eager PyTorch between them."""
     rows: list[Row] = []
     regions = session.eager_regions
     for index, graph in enumerate(graphs):
-        if graph not in step:
+        if graph not in step.graphs:
             continue
         profile = session.profiles.get(graph.plan.fingerprint)
         shares = regions.shares_of_runs if regions is not None else {}
         held = Held(
             graph.analysis,
             graph.plan,
-            step[graph],
+            step.graphs[graph],
             names[index],
             {} if profile is None else profile.tensors().sensitivities,
             graph.swapped,
             {name: share for (of, name), share in shares.items() if of is graph},
         )
         rows += graph_rows(index, held)
-    if regions is not None:
-        rows += [eager_row(i, tensor) for i, tensor in enumerate(regions.latest_planned)]
-    return tuple(rows)
+    return (*rows, *(eager_row(i, tensor) for i, tensor in enumerate(step.eager)))
 
 
 def _predicted(session: Session) -> tuple[Row, ...]:

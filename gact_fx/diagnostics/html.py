@@ -106,7 +106,7 @@ def _table(
     )
     kind = " sortable" if values else ""
     inner = f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table class="data{kind}">{inner}</table></div>'
+    return f'<div class="scroll{" long" if values else ""}"><table class="data{kind}">{inner}</table></div>'
 
 
 def _cells(
@@ -114,4 +114,6 @@ def _cells(
 ) -> Iterator[str]:
     for column, kind, text in zip(columns, kinds, line, strict=True):
         value = f' data-v="{values[column]:.6g}"' if column in values else ""
-        yield f'<td class="{kind}"{value}>{escape(text)}</td>'
+        # Where the table is too wide, names go on in another line behind a dot; a table that sorts scrolls instead.
+        shown = escape(text) if kind == "r" or values else escape(text).replace(".", ".<wbr>")
+        yield f'<td class="{kind}"{value}>{shown}</td>'

@@ -34,7 +34,7 @@ def timeline_charts(timeline: Timeline) -> str:
         peak = f"{kind}: at most {size(round(max(total)))} at a time"
         drawing = area_chart(
             [[values[i] / 1e6 for i in moments] for values in series],
-            1.05 * highest / 1e6,
+            1.12 * highest / 1e6,
             Axis("operators of one step, as they run"),
             Axis("MB"),
             division=timeline.forward / timeline.length,

@@ -15,13 +15,14 @@ table.data td, table.data th { padding: 3px 8px; border-bottom: 1px solid #eee; 
 table.data th { background: #f6f6f6; position: sticky; top: 0; }
 table.data .l { text-align: left; }
 table.data .r { text-align: right; font-variant-numeric: tabular-nums; }
-table.data td.l { white-space: normal; overflow-wrap: anywhere; }
+table.data td.l { white-space: normal; }
 table.sortable td.l { white-space: nowrap; }
 table.sortable td.l:last-child { white-space: normal; min-width: 240px; }
 table.sortable th { cursor: pointer; }
 table.sortable th.up::after { content: " \\25B2"; }
 table.sortable th.down::after { content: " \\25BC"; }
-.scroll { overflow: auto; max-height: 560px; max-width: 100%; }
+.scroll { overflow: auto; max-width: 100%; }
+.scroll.long { max-height: 560px; }
 .charts { display: flex; flex-wrap: wrap; gap: 12px; }
 figure { margin: 0; flex: 1 1 320px; max-width: 520px; min-width: 0; }
 figcaption { font-size: 13px; color: #444; margin-bottom: 2px; }
@@ -30,8 +31,9 @@ svg text { font: 11px system-ui, sans-serif; fill: #444; }
 svg .grid { stroke: #e4e4e4; }
 svg .division { stroke: #444; stroke-dasharray: 3 3; }
 svg circle { fill-opacity: .65; }
-.legend span { display: inline-block; margin-right: 14px; font-size: 13px; overflow-wrap: anywhere; }
-.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; }
+.legend span { display: flex; align-items: baseline; overflow-wrap: anywhere; }
+.legend i { flex: none; width: 11px; height: 11px; margin-right: 5px; }
 .note, small { color: #666; font-size: 13px; }
 .warning { background: #fff4d6; border-left: 4px solid #e69f00; padding: 6px 10px; margin: .6em 0; }
 details { margin: .25em 0 .25em 1em; }
@@ -40,6 +42,7 @@ summary { cursor: pointer; }
   body { padding: 10px; }
   table { font-size: 12px; }
   table.data td, table.data th { padding: 3px 4px; }
+  table.data td.l { overflow-wrap: anywhere; }
 }
 pre { font-size: 11px; overflow: auto; max-height: 480px; background: #f6f6f6; padding: 8px; }
 """

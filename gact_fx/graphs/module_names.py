@@ -28,10 +28,15 @@ def module_path(node: fx.Node) -> str:
 
 
 def full_names(module: fx.GraphModule, names: Mapping[int, str]) -> dict[str, str]:
-    """By `module_path`, the names of the modules in a graph; ``names`` has those of the model's modules by ``id``."""
+    """By `module_path`, the names of the modules in a graph; ``names`` has those of the model's modules by ``id``.
+
+    Code that Dynamo went on with behind a graph break, '' by its path, belongs to the module around those it calls.
+    """
     found = (_innermost(node) for node in module.graph.nodes)
     keys = {_clean(path): key for key, path in filter(None, found)}
-    return {path: names[key] for path, key in keys.items() if key in names}
+    known = {path: names[key] for path, key in keys.items() if key in names}
+    around = {name.removesuffix(path).removesuffix(".") for path, name in known.items() if name.endswith(path)}
+    return {"": next(iter(around)), **known} if len(around) == 1 else known
 
 
 def _innermost(node: fx.Node) -> tuple[int, str] | None:

@@ -2,11 +2,13 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from gact_fx.breaks.eager_regions import EagerRegions
+from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
 from gact_fx.passes.graph_analysis import held_nbytes, is_counted
@@ -28,7 +30,12 @@ class GraphRuns:
     scale: float = 1.0
 
 
-Step = Mapping[RewrittenGraph, GraphRuns]
+@dataclass(frozen=True)
+class StepRuns:
+    """The graphs that one training step ran, and what eager PyTorch saved between them."""
+
+    graphs: Mapping[RewrittenGraph, GraphRuns] = field(default_factory=dict)
+    eager: tuple[EagerTensor, ...] = ()
 
 
 class RunCounts:
@@ -38,15 +45,16 @@ class RunCounts:
     belongs to the same step. Forward passes without a backward pass hold nothing for long, and do not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, regions: EagerRegions | None = None) -> None:
+        self._regions = regions
         self._has_run_backward = False
         self._forwards: Counter[RewrittenGraph] = Counter()
         self._backwards: Counter[RewrittenGraph] = Counter()
         self._nominal: dict[RewrittenGraph, int] = {}
         # Bytes that the latest runs of graphs with varying sizes saved.
         self._saved: dict[RewrittenGraph, deque[int]] = {}
-        self._last: Step = {}
-        self._largest: Step = {}
+        self._last = StepRuns()
+        self._largest = StepRuns()
 
     def forward(self, run: Compiled, graph: RewrittenGraph) -> Compiled:
         """``run``, the forward pass of ``graph``, counted."""
@@ -75,18 +83,18 @@ class RunCounts:
 
         return boxed(call)
 
-    def last_step(self) -> Step:
+    def last_step(self) -> StepRuns:
         """The latest step that ran backward; before the first one, the forward passes so far; empty if there are none.
 
         Where backward is out of sight, every graph that ran counts once.
         """
         if self._backwards:
             return self._step(self._backwards)
-        if self._last:
+        if self._last.graphs:
             return self._last
         return self._step(Counter(self._forwards.keys()) if self.backward_is_unseen else self._forwards)
 
-    def largest_step(self) -> Step:
+    def largest_step(self) -> StepRuns:
         """The step that held most for backward, the first one of several that held as much."""
         last = self.last_step()
         return self._largest if self._nbytes(self._largest) >= self._nbytes(last) else last
@@ -94,7 +102,7 @@ class RunCounts:
     @property
     def backward_is_unseen(self) -> bool:
         """Whether graphs run forward time and again and never backward: compiled autograd does that without them."""
-        has_seen_any = self._last or self._backwards
+        has_seen_any = self._last.graphs or self._backwards
         return not has_seen_any and any(count > MAX_WAITING for count in self._forwards.values())
 
     def _end_step(self) -> None:
@@ -105,8 +113,9 @@ class RunCounts:
         self._backwards.clear()
         self._saved.clear()
 
-    def _step(self, runs: Counter[RewrittenGraph]) -> Step:
-        return {graph: GraphRuns(count, self._scale(graph, count)) for graph, count in runs.items()}
+    def _step(self, runs: Counter[RewrittenGraph]) -> StepRuns:
+        graphs = {graph: GraphRuns(count, self._scale(graph, count)) for graph, count in runs.items()}
+        return StepRuns(graphs, () if self._regions is None else self._regions.latest_planned)
 
     def _scale(self, graph: RewrittenGraph, count: int) -> float:
         """What the latest ``count`` runs saved, as a share of what the graph saves as it was traced."""
@@ -114,8 +123,9 @@ class RunCounts:
         nominal = self._nominal[graph]
         return sum(saved) / len(saved) / nominal if saved and nominal else 1.0
 
-    def _nbytes(self, step: Step) -> float:
-        return sum(found.runs * found.scale * self._nominal[graph] for graph, found in step.items())
+    def _nbytes(self, step: StepRuns) -> float:
+        held = sum(found.runs * found.scale * self._nominal[graph] for graph, found in step.graphs.items())
+        return held + sum(tensor.bytes_after for tensor in step.eager)
 
 
 def _saved_nbytes(graph: RewrittenGraph, outputs: Sequence[Any]) -> int:
