@@ -58,10 +58,6 @@ class ExactTensors:
         return remedy_for(self.reason)
 
 
-def remedy(self) -> str:
-    return remedy_for(self.reason)
-
-
 def remedy_for(reason: str) -> str:
     """What to do about a tensor that stays exact for ``reason``, '' where nothing is known to help."""
     return next((cure for pattern, cure in _REMEDIES if re.search(pattern, reason)), "")

@@ -94,7 +94,9 @@ class _Graph:
         self.modules: dict[fx.Node, str] = {}
         for node in (*self.pair.forward.graph.nodes, *self.pair.backward.graph.nodes):
             path = self.saved[node.name].module if node in self.slots.values() else module_path(node)
-            inherited = (self.modules[i] for i in node.all_input_nodes if self.modules[i])
+            # What a pass has added belongs to the module of what it reads.
+            is_traced = node.op != "call_function" or "stack_trace" in node.meta
+            inherited = (self.modules[i] for i in node.all_input_nodes if self.modules[i] and not is_traced)
             self.modules[node] = names.get(path, path) or next(inherited, "")
 
     def walk(self, *, with_codes: bool) -> _Walk:
@@ -102,11 +104,10 @@ class _Graph:
         count = len(self.forward)
         decoded = {slot: [] if with_codes else _decoded(placeholder) for slot, placeholder in self.slots.items()}
         deaths = _deaths(self.backward, count)
+        # Backward is given all that was saved, also what it does not read.
         lasts = {
-            slot: max(
-                (deaths.get(key, 0) for node in (self.slots[slot], *decoded[slot]) for key in _sizes(node)), default=0
-            )
-            for slot in self.slots
+            slot: max(count, 0, *(deaths.get(key, 0) for node in (placeholder, *decoded[slot]) for key in _sizes(node)))
+            for slot, placeholder in self.slots.items()
         }
         buffers = self._in_forward(lasts, with_codes=with_codes)
         tangents = [
@@ -155,8 +156,9 @@ class _Graph:
         """The buffers that ``nodes`` make from ``offset`` on, beside those that are ``there``, live until ``ends``."""
         made: dict[int, tuple[int, int, str]] = {}
         for when, node in [*((offset, node) for node in there), *enumerate(nodes, offset)]:
-            for key, nbytes in _sizes(node).items() if node is not None else ():
-                made.setdefault(key, (when, nbytes, self.modules[node]))
+            if node is not None:
+                for key, nbytes in _sizes(node).items():
+                    made.setdefault(key, (when, nbytes, self.modules[node]))
         deaths = _deaths(nodes, offset)
         for node, end in ends.items():
             for key in _sizes(node):

@@ -82,7 +82,8 @@ def fold(weights: Mapping[Path, int], most: int) -> dict[Path, Path]:
     # What takes next to nothing is left for the line of all others.
     for path, inner in list(within.items()):
         within[path] = {module: None for module in inner if total[module] >= SMALL * total[()]}
-    lines, own = {()}, set(stars.values())
+    lines: set[Path] = {()}
+    own = set(stars.values())
     while True:
         open_lines = [path for path in lines if path in within and not lines.issuperset(within[path])]
         for path in sorted(open_lines, key=lambda path: (-total[path], path)):
