@@ -34,9 +34,9 @@ _REMEDIES = (
     ("not measured", "profile again, by sample_batches or profile_every"),
     ("others lie in the same memory", "give the operator a clone"),
     ("saved by eager", "remove the graph break; TORCH_LOGS=graph_breaks says where it is"),
-    ("worth its bytes", "a smaller budget rounds it"),
+    ("under this budget", "a smaller budget rounds it"),
     ("shares its memory", "the remedy of that tensor, or a clone"),
-    ("not linear|decides by it|more of its codes|has collectives|pole|decisions that follow", _CHECKPOINT),
+    ("not linear|decides by it|more of its codes|has collectives|pole|decisions that backward", _CHECKPOINT),
     (r"^(u?int\d+|complex\d+|float\d\S*) is kept", "none: gact_fx rounds floating-point tensors of 16 to 64 bits"),
 )
 

@@ -82,7 +82,7 @@ def graph_rows(index: int, held: Held) -> Iterator[Row]:
     for tensor, how in held.analysis.pairs():
         entry = entries.get(tensor.key) if isinstance(how, Quantize) else None
         if tensor.name in unread:
-            how = Drop(tensor.name, "backward reads what was made of it")
+            how = Drop(tensor.name, "not stored: backward reads what was computed from it, which is stored instead")
         size_before, size_after = _first(tensor, before), how.nbytes(tensor, entry)
         if size_after is None:
             size_after = _first(tensor, kept)
@@ -124,15 +124,20 @@ def _reason(held: Held, tensor: SavedTensor, how: Encoding, entry: TensorPlan | 
     if entry is None:
         reasons = [how.reason]
     elif entry.code is None:
-        reasons = [entry.reason or "the planner found it worth its bytes"]
+        reasons = [entry.reason or "under this budget the planner keeps it exact"]
     else:
-        reasons = [how.reason, "stored as what backward makes of it" if entry.stored == "coefficients" else ""]
+        reasons = [
+            how.reason,
+            "the factor that backward computes from it is stored in its place"
+            if entry.stored == "coefficients"
+            else "",
+        ]
     if is_shared:
-        reasons.append("stored once, with others that hold the same activation")
+        reasons.append("another graph stores the same activation")
     if tensor.name in held.swapped:
         reasons.append("moved to host memory")
     if entry is not None and entry.excess > 1:
-        reasons.append(f"its codes and others' together do {entry.excess:.2g} times what was predicted")
+        reasons.append(f"together with other tensors' codes its noise is {entry.excess:.2g} times what was predicted")
     reason = ", ".join(filter(None, reasons))
     if isinstance(how, Quantize) and entry is not None and entry.code is not None and how.masks:
         reason = "; ".join(filter(None, (reason, _use_of_mask(how, entry))))
@@ -156,7 +161,11 @@ def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
 def eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     code = None if tensor.is_mask else tensor.code
-    why = f", where {use} is not known to bear rounding" if use else " for what is not among the model's results"
+    why = (
+        f", where {use} is not known to bear rounding"
+        if use
+        else ", in a computation that does not lead to the model's results"
+    )
     return Row(
         name=f"eager_{index}",
         op=use,
