@@ -19,6 +19,8 @@ from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.diagnostics.summary import summary
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
+from gact_fx.training.model import session_of
+from gact_fx.training.ranks import unwrapped
 from gact_fx.training.session import Session
 
 
@@ -142,10 +144,17 @@ class Report:
 
     @classmethod
     def from_session(cls, session: Session, model: object = None) -> "Report":
-        """The report on the graphs that the session has compiled; ``model`` knows the names of its modules."""
-        names = {id(m): name for name, m in model.named_modules()} if isinstance(model, nn.Module) else {}
-        found = collect(session, names)
+        """The report on the graphs that the session has compiled; in ``model`` is the module that was compiled."""
+        found = collect(session, _names(model, session))
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
         timeline = partial(step_timeline, found.graphs, found.names, found.runs)
         return cls(found.rows, reports, session.plan, found.note, found.steps, cures, timeline)
+
+
+def _names(model: object, session: Session) -> dict[int, str]:
+    """By ``id``, the names of the modules in the one that was compiled, whatever is around it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    compiled = [module for module in modules if session_of(module) is session]
+    # Wrappers hand on what they are asked for, and come first.
+    return {id(module): name for name, module in unwrapped(compiled[-1]).named_modules()} if compiled else {}
