@@ -10,6 +10,7 @@ from conftest import Mixed, mixed_batch
 
 import gact_fx
 from gact_fx.__main__ import main
+from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.diagnostics import doctor
 from gact_fx.diagnostics.doctor import Finding, describe, examine
 from gact_fx.graphs import toolchain
@@ -32,7 +33,7 @@ def test_a_plan_is_printed(plan: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(entry.key in text for graph in found.graphs for entry in graph.tensors)
     assert "budget: 4 bits per element" in text and found.graphs[0].fingerprint in text
     lines = text.partition("graph  tensor")[2].splitlines()
-    shares = [float(found[1]) for line in lines if (found := re.search(r"([\d.]+) %", line))]
+    shares = [float(match[1]) for line in lines if (match := re.search(r"([\d.]+) %", line))]
     assert sum(shares) == pytest.approx(100, abs=3)
 
 
@@ -94,7 +95,7 @@ def test_without_kernels_the_doctor_says_how_to_build_them(monkeypatch: pytest.M
 
 
 def test_kernels_that_give_other_bits_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not doctor.has_compiled_kernels("cpu"):
+    if not has_compiled_kernels("cpu"):
         pytest.skip("the extension is not built")
     monkeypatch.setattr(doctor, "compress", lambda x, bits: x)
     (finding,) = doctor._kernels()
