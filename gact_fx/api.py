@@ -111,7 +111,7 @@ def inspect(model: Callable[..., Any]) -> Report:
         )
         return Report((), (), session.plan, note)
     session.settle()
-    return Report.from_session(session)
+    return Report.from_session(session, model)
 
 
 def _session(model: Callable[..., Any], config: Config, plan: Plan | None) -> Session:

@@ -38,8 +38,8 @@ from gact_fx.passes.pipeline import Context
 from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.records import SavedTensor
 
-_TOO_LARGE = "the decisions that follow from it take as much memory as it does"
-_STUCK = "backward may have a pole in it, and decides by it and others, for which these would have to be exact"
+_TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
+_STUCK = "backward may have a pole in it, and decides by it and by other tensors, which would all have to be exact"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6

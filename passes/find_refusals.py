@@ -35,7 +35,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
     if tensor.numel < max(min_elements, 1):
         return f"fewer than {max(min_elements, 1)} elements"
     if tensor.nbytes > tensor.storage_nbytes:
-        return "an expanded view, smaller in memory than as values"
+        return "an expanded view, whose memory is smaller than its codes would be"
     if tensor.dtype is not torch.bool and _is_statistic(node):
         return STATISTIC
     roots = [i for i in ancestors([node]) if i.op in ("placeholder", "get_attr") or draws(i)]

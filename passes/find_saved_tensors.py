@@ -9,6 +9,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind
+from gact_fx.graphs.module_names import module_path
 from gact_fx.graphs.operator_table import REORDERS
 from gact_fx.graphs.sizes import hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
@@ -36,7 +37,7 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
     # How elements are laid out says nothing about what was saved, and differs where shapes are dynamic.
     producers = [behind(saved.source, REORDERS) for saved in saved_values]
     for saved, producer, key in zip(saved_values, producers, _keys(pair, producers), strict=True):
-        names = (saved.name, key, _op_name(producer), _module_path(producer))
+        names = (saved.name, key, _op_name(producer), module_path(producer))
         value = saved.source.meta.get("val")
         if not isinstance(value, torch.Tensor):
             tensors.append(SavedTensor(*names, (), (), None, -1, 0, "symbol"))
@@ -86,14 +87,3 @@ def _op_name(node: fx.Node) -> str:
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         return f"{_op_name(node.args[0])}[{node.args[1]}]"
     return str(node.target).removesuffix(".default")
-
-
-def _module_path(node: fx.Node) -> str:
-    """The innermost module that the node was traced in, as ``encoder.layer.0``, or ''."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    for noise in ("L['self'].", "L['self']", "_modules['", "']", "getattr(", "self."):
-        path = path.replace(noise, "")
-    return path

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom, as in the contract in pyproject.toml; those of one layer do not know each other.
 LAYERS = (
+    ("__main__",),
     ("api", "accelerate"),
     ("diagnostics",),
     ("training",),

@@ -9,6 +9,7 @@ Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would re
 - ``select_decomp_table`` and ``get_decompositions`` (for ``torch.export`` there is ``default_decompositions``);
 - ``list_options`` and ``list_mode_options`` (the documentation of ``torch.compile`` refers to them);
 - ``cpu_vec_isa.valid_vec_isa_list``, called early to fill its cache (nothing);
+- ``cpp_builder.get_cpp_compiler`` and ``exc.InvalidCxxCompiler`` (a question to ``torch.compiler``);
 - the output meta ``user_visible_output_idxs``, and ``GraphLowering.find_nodes_prefer_channels_last``, whose layout rule
   is written down again here (the strides that a saved tensor will have);
 - ``torch._guards.TracingContext`` with ``fw_metadata.bw_donated_idxs``, tried with 2.13 alone (an option that leaves
@@ -244,6 +245,17 @@ def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
         if node.target is aten.convolution.default or any(user in chosen for user in node.users):
             chosen.add(node)
     return frozenset(n.name for n in chosen if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].dim() == 4)
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor would call, '' where it finds none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return str(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return ""
 
 
 def _partitioner(partition: Partition, cache_key: str) -> Any:

@@ -57,8 +57,8 @@ class Session:
         self.graphs: list[RewrittenGraph] = []
         # The fingerprints of all graphs that were rewritten, those for profiling included.
         self.rewritten: list[str] = []
-        self.run_counts = RunCounts()
         self.eager_regions = eager_regions
+        self.run_counts = RunCounts(eager_regions)
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
         self.minibatch_variance: float | None = None
         # The squared norm of the minibatch gradient that was seen last.
@@ -267,7 +267,7 @@ class Session:
     def adopt(self, plan: Plan) -> None:
         """Run ``plan`` from now on."""
         self.plan, self._has_sample = plan, False
-        self.graphs, self.run_counts, self._running = [], RunCounts(), set()
+        self.graphs, self.run_counts, self._running = [], RunCounts(self.eager_regions), set()
         if self.eager_regions is not None:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()

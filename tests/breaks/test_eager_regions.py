@@ -384,7 +384,8 @@ def test_bytes_of_a_model_that_is_called_twice_in_a_step() -> None:
     for calls in (1, 2, 2, 1):
         for _ in range(2):
             sum(ours(batch) for _ in range(calls)).backward()
-        totals.append(sum(row.bytes_after for row in gact_fx.inspect(ours).rows if row.graph is None))
+        last = gact_fx.inspect(ours).steps[-1]
+        totals.append(sum(graph.bytes_after for graph in last.graphs if graph.graph is None))
     assert totals == [totals[0], 2 * totals[0], 2 * totals[0], totals[0]]
 
 

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import Report
+from gact_fx.diagnostics.modules import OTHERS, OUTSIDE, by_module
 from gact_fx.passes import PIPELINE
 
 
@@ -31,12 +33,42 @@ def test_totals_add_up(report: Report) -> None:
     assert report.average_bits is not None and 2 < report.average_bits <= 4.6
 
 
-def test_it_prints_a_table_and_json(report: Report) -> None:
-    lines = str(report).splitlines()
-    assert lines[0].split()[:3] == ["graph", "tensor", "op"]
+def test_the_table_has_a_line_for_each_tensor_and_json_has_all(report: Report) -> None:
+    lines = report.table().splitlines()
+    assert lines[0].split()[:4] == ["graph", "module", "tensor", "op"]
     assert lines[-1].startswith("held for backward:")
+    assert sum(bool(row.bytes_before or row.bytes_after) for row in report.rows) == len(lines) - 3
     data = json.loads(report.to_json())
     assert len(data["rows"]) == len(report.rows) and data["ratio"] == report.ratio
+
+
+def test_printed_it_fits_a_screen_and_adds_up_by_module(report: Report) -> None:
+    lines = str(report).splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 140
+    assert lines[1].split() == ["module", "before", "after", "ratio", "bits", "noise"]
+    names = {name for name, _ in Mixed().named_modules()} | {OUTSIDE, OTHERS}
+    found = by_module(report.rows)
+    assert {line.name for line in found} <= names
+    assert sum(line.bytes_before for line in found) == report.bytes_before
+    assert sum(line.bytes_after for line in found) == report.bytes_after
+    assert sum(line.noise or 0 for line in found) == pytest.approx(1)
+
+
+def test_the_variance_of_the_rows_is_that_of_the_plan(report: Report) -> None:
+    assert report.plan is not None and report.plan.variance is not None
+    assert sum(row.variance or 0 for row in report.rows) == pytest.approx(report.plan.variance, rel=0.5)
+
+
+def test_a_data_frame_has_the_rows(report: Report) -> None:
+    frame = report.to_dataframe()
+    assert len(frame) == len(report.rows)
+    assert int(frame.bytes_after.sum()) == report.bytes_after and "variance" in frame.columns
+
+
+def test_without_pandas_the_extra_is_named(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"gact_fx\[report\]"):
+        report.to_dataframe()
 
 
 def test_graphs_can_be_read(report: Report) -> None:
@@ -66,5 +98,5 @@ def test_a_small_saving_is_blamed_on_what_is_largest() -> None:
     report = gact_fx.inspect(model)
     largest = max(report.rows, key=lambda row: row.bytes_after)
     last = str(report).splitlines()[-1]
-    assert report.ratio < 2
-    assert last.startswith(f"the largest: {largest.name} (") and largest.reason in last
+    assert report.ratio < 2 and report.warnings[-1] in last
+    assert "less than 2x" in last and largest.reason in last and "graph_breaks" in last

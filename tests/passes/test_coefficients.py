@@ -288,7 +288,9 @@ def test_statistics_that_nobody_reads_are_not_held() -> None:
         torch.manual_seed(1)
         reference(x).backward()
     report = gact_fx.inspect(model)
-    dropped = {row.op for row in report.rows if row.reason == "backward reads what was made of it"}
+    dropped = {
+        row.op for row in report.rows if row.reason.startswith("not stored: backward reads what was computed from it")
+    }
     assert dropped == {"aten.amax"} and report.bytes_after == held
     assert relative_error(gradients(model), gradients(reference)) < 0.02
 

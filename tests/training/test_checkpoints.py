@@ -114,7 +114,8 @@ def test_a_copy_is_not_compiled_and_says_so(copied: Any, steps: int) -> None:
     compiled(twin, plan=report.plan)
     steps = range(3) if report.plan is not None else range(1)  # type: ignore[assignment]
     assert train(twin, adam(twin), steps) == train(model, adam(model), steps)  # type: ignore[arg-type]
-    assert (gact_fx.inspect(twin).ratio > 2) == (report.plan is not None)
+    # Where the one step was profiled, the report is what its plan predicts.
+    assert gact_fx.inspect(twin).ratio > 2 and bool(gact_fx.inspect(twin).graphs) == (report.plan is not None)
     assert "copy" not in gact_fx.inspect(model).note + gact_fx.inspect(twin).note
 
 

@@ -1,0 +1,33 @@
+"""What every way to show a report reads of it."""
+
+from typing import Protocol
+
+from gact_fx.diagnostics.report_rows import Row
+from gact_fx.diagnostics.steps import StepSizes
+from gact_fx.passes.pipeline import Stage
+from gact_fx.plan import Plan
+
+
+class Contents(Protocol):
+    """The part of `gact_fx.Report` that is shown."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def note(self) -> str: ...
+    @property
+    def steps(self) -> tuple[StepSizes, ...]: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def stages(self) -> tuple[tuple[Stage, ...], ...]: ...
+    @property
+    def bytes_before(self) -> int: ...
+    @property
+    def bytes_after(self) -> int: ...
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def average_bits(self) -> float | None: ...
