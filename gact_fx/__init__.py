@@ -13,7 +13,18 @@ from gact_fx.config import Config as Config
 from gact_fx.diagnostics.gradient_error import GradientError as GradientError
 from gact_fx.diagnostics.measure_gradient_error import measure_gradient_error as measure_gradient_error
 from gact_fx.diagnostics.report import Report as Report
+from gact_fx.errors import GactError as GactError
 from gact_fx.plan import Plan as Plan
 
 __version__ = "0.1.0"
-__all__ = ["Config", "GradientError", "Plan", "Report", "compile", "inspect", "measure_gradient_error", "ops"]
+__all__ = [
+    "Config",
+    "GactError",
+    "GradientError",
+    "Plan",
+    "Report",
+    "compile",
+    "inspect",
+    "measure_gradient_error",
+    "ops",
+]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
+from gact_fx.errors import UsageError
 from gact_fx.records import SavedTensor, Sensitivity
 
 FORMAT = 2
@@ -142,13 +144,13 @@ class Plan:
                 terms.append(graph.runs * variance)
         return math.fsum(terms)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         graphs = [{**vars(graph), "tensors": [t.to_data() for t in graph.tensors]} for graph in self.graphs]
         Path(path).write_text(json.dumps({"format": FORMAT, **vars(self), "graphs": graphs}, indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan written by :meth:`save`.
 
         Raises:
@@ -158,10 +160,10 @@ class Plan:
             data = json.loads(Path(path).read_text())
             found = data.pop("format")
             if found != FORMAT:
-                raise ValueError(f"it has format {found}, this version reads format {FORMAT}")
+                raise UsageError(f"it has format {found}, this version reads format {FORMAT}")
             return cls(**{**data, "graphs": tuple(_graph_plan(graph) for graph in data["graphs"])})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
+            raise UsageError(
                 f"gact_fx.Plan.load: {path} is not a plan of gact_fx ({error}); write one with plan.save"
             ) from error
 

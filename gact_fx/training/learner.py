@@ -4,11 +4,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gact_fx.errors import first_line
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import LeafGradients
 from gact_fx.profiling.tape import Step
 from gact_fx.training.session import Session
-from gact_fx.training.usage_error import first_line
 
 log = logging.getLogger("gact_fx")
 # Steps until a plan is made without knowing how much the gradient varies.

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from gact_fx.errors import StepError
 from gact_fx.graphs.dynamo import active_ddp
 from gact_fx.training.session import Sample, Session, log
 
@@ -120,7 +121,7 @@ class Ranks:
         try:
             dist.all_gather_object(found, mine, group=self._group)
         except RuntimeError as error:
-            raise RuntimeError(
+            raise StepError(
                 f"gact_fx: not all ranks began the same training step within {TIMEOUT}; a model that not all ranks run "
                 "in every step cannot be planned together: pass the same plan= on all of them, compiled before DDP"
             ) from error

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
+from gact_fx.errors import UsageError
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
-from gact_fx.training.usage_error import UsageError
 
 log = logging.getLogger("gact_fx")
 # What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
