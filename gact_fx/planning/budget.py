@@ -132,6 +132,7 @@ def _choose(
         limit = config.max_gradient_noise * minibatch_variance / max((1.0, *(graph.correction for graph in graphs)))
         return fewest_bytes(menus, limit)
     if config.budget_bytes is not None:
+        assert isinstance(config.budget_bytes, int), "a share is of what the caller knows"
         fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
         least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
         if least > config.budget_bytes and warns:

@@ -26,7 +26,8 @@ class RewrittenGraph:
 
     ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
     compiler. ``swapped`` are the slots whose blobs these move to host memory. ``exact`` are the graphs before anything
-    was stored in codes, where a pass has kept them.
+    was stored in codes, where a pass has kept them. ``plain_nbytes`` is what the graph would hold for backward under
+    plain torch.compile, 0 where nobody asks for it.
     """
 
     pair: GraphPair
@@ -36,13 +37,16 @@ class RewrittenGraph:
     stages: tuple[Stage, ...]
     swapped: frozenset[str] = frozenset()
     exact: GraphPair | None = None
+    plain_nbytes: int = 0
 
 
 def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> RewrittenGraph:
     """Cut ``joint`` and rewrite the pair by ``passes``."""
     done = run_passes(passes, replace(context, joint=joint))
     assert done.pair is not None and done.replayable is not None
-    return RewrittenGraph(done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact)
+    return RewrittenGraph(
+        done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact, done.plain_nbytes
+    )
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:

@@ -9,6 +9,7 @@ from typing import Any
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
+from gact_fx.options import allowed_nbytes
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
@@ -33,8 +34,9 @@ class Sample:
     """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
 
     profiles: dict[str, GraphProfile]
-    # What its eager regions hold for backward.
+    # What its eager regions hold for backward, and would hold without codes.
     eager_nbytes: int
+    eager_plain_nbytes: int
     minibatch_variance: float | None
     max_gradient_noise: float | None
     plan: Plan | None
@@ -57,6 +59,8 @@ class Session:
         self.graphs: list[RewrittenGraph] = []
         # The fingerprints of all graphs that were rewritten, those for profiling included.
         self.rewritten: list[str] = []
+        # What graphs would hold under plain torch.compile, by their fingerprints.
+        self._plain_nbytes: dict[str, int] = {}
         self.run_counts = RunCounts()
         self.eager_regions = eager_regions
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -95,6 +99,7 @@ class Session:
         graph = rewrite(joint, context, self.passes)
         self.rewritten.append(graph.plan.fingerprint)
         if profiling:
+            self._plain_nbytes.setdefault(graph.plan.fingerprint, graph.plain_nbytes)
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:
             log.warning(
@@ -146,7 +151,8 @@ class Session:
         profiles = []
         for step in steps:
             key = graph_fingerprint(step.analysis.saved)
-            profiles.append(self.profiles.setdefault(key, GraphProfile(step.analysis)))
+            new = GraphProfile(step.analysis, plain_nbytes=self._plain_nbytes.get(key, 0))
+            profiles.append(self.profiles.setdefault(key, new))
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         bends = any(how.bends for step in steps for _, how in step.analysis.quantized())
@@ -206,12 +212,17 @@ class Session:
         """What eager regions held for backward in the latest step, in bytes."""
         return sum(tensor.bytes_after for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
 
+    def eager_plain_nbytes(self) -> int:
+        """What eager regions would have held in the latest step without codes, in bytes."""
+        return sum(tensor.bytes_before for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
+
     def sample(self, is_first: bool) -> Sample:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
         self._is_among_ranks = True
         return Sample(
             self.profiles if is_first or self._has_sample else {},
             self.eager_nbytes(),
+            self.eager_plain_nbytes(),
             self.minibatch_variance,
             self.config.max_gradient_noise,
             self.plan if is_first else None,
@@ -229,14 +240,16 @@ class Session:
             # Plans that the ranks made apart are nothing to compare with.
             self.plan = None
         # The budget has to do on the rank whose eager regions hold most.
-        return self.make_plan(max(sample.eager_nbytes for sample in samples))
+        most = max(samples, key=lambda sample: sample.eager_nbytes)
+        return self.make_plan((most.eager_nbytes, most.eager_plain_nbytes))
 
-    def make_plan(self, eager_nbytes: int | None = None) -> bool:
+    def make_plan(self, eager: tuple[int, int] | None = None) -> bool:
         """Allocate bits over all profiled graphs together and run the plan; False where the one there is does as well.
 
-        ``eager_nbytes`` come off ``budget_bytes``; None: what this process's eager regions hold.
+        ``eager``, what eager regions hold with codes and would without, counts for ``budget_bytes``; None: this
+        process's own.
         """
-        plan = self._choose(eager_nbytes)
+        plan = self._choose(eager)
         before, self._has_sample = self.plan, False
         if before is not None and not is_better(plan, before, self._tensors()):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
@@ -246,11 +259,12 @@ class Session:
         self.adopt(plan)
         return True
 
-    def _choose(self, eager_nbytes: int | None = None, *, warns: bool = True) -> Plan:
+    def _choose(self, eager: tuple[int, int] | None = None, *, warns: bool = True) -> Plan:
         config = self.config
         if config.budget_bytes is not None:
-            taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
-            config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
+            taken, plain = eager or (self.eager_nbytes(), self.eager_plain_nbytes())
+            whole = plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())
+            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - taken, 1))
         return choose_plan(
             self._tensors(), config, self.model, self.minibatch_variance, squared_norm=self.squared_norm, warns=warns
         )
