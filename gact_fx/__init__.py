@@ -9,6 +9,7 @@ A torch.compile pass that stores what forward keeps for backward in a few bits p
 from gact_fx import ops as ops
 from gact_fx.api import compile as compile
 from gact_fx.api import inspect as inspect
+from gact_fx.api import uncompile as uncompile
 from gact_fx.config import Config as Config
 from gact_fx.diagnostics.gradient_error import GradientError as GradientError
 from gact_fx.diagnostics.measure_gradient_error import measure_gradient_error as measure_gradient_error
@@ -27,4 +28,5 @@ __all__ = [
     "inspect",
     "measure_gradient_error",
     "ops",
+    "uncompile",
 ]

@@ -17,7 +17,7 @@ from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
 from gact_fx.training.minibatch_variance import LossFunction
-from gact_fx.training.model import Target, is_copy, owned_by, sessions_within
+from gact_fx.training.model import Target, is_copy, owned_by, restore, sessions_within
 from gact_fx.training.ranks import Ranks, without_sync
 from gact_fx.training.sample_batches import default_loss, profile_batches
 from gact_fx.training.session import Session
@@ -124,7 +124,28 @@ def compile_by(
             profile_batches(target.model, session, recorder, samples.batches, loss, target.uncompiled)
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
+        session.lifecycle.at_close(ranks.release)
     return cast(Model, target.model)
+
+
+def uncompile(model: Model) -> Model:
+    """Undo :func:`compile`: ``model``, and every module within it, runs again what it ran before it was compiled.
+
+    A module is changed in place and returned; of a compiled function, the function comes back. Parameters, gradients
+    and optimizers are left alone, so that training may go on, uncompressed. The plan and the compiled graphs are freed,
+    except what an autograd graph still holds: keep ``gact_fx.inspect(model).plan`` to compile with it again. Of ranks
+    that train together, all have to call it, between two steps.
+
+    Raises:
+        ValueError: neither the model nor a module within it was compiled by ``gact_fx.compile``.
+    """
+    found = restore(model)
+    if found is None:
+        raise UsageError(
+            f"gact_fx.uncompile: this {type(model).__name__} was not compiled by gact_fx.compile, nor was a module "
+            "within it; leave the call out"
+        )
+    return cast(Model, found)
 
 
 def inspect(model: Callable[..., Any]) -> Report:

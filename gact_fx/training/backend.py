@@ -148,6 +148,8 @@ def run_states(
             return compile(Backend(session, recorder=again))
         return compile(uncompressed(session.config.inner))
 
+    for recorder in (first, again):
+        lifecycle.at_close(recorder.stop)
     lifecycle.run(compiled)
 
 

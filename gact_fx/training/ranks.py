@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gact_fx.errors import StepError
 from gact_fx.graphs.dynamo import active_ddp
@@ -41,6 +42,7 @@ class Ranks:
         self._modules = modules
         self._group: dist.ProcessGroup | None = None
         self._hooked: WeakSet[nn.Module] = WeakSet()
+        self._handles: list[RemovableHandle] = []
         # Since there is the present plan, with the present one.
         self._steps = 0
         self._is_over = False
@@ -65,6 +67,13 @@ class Ranks:
             # A pass that the other ranks know nothing of; within DDP its hook says that it is a step after all.
             self.in_step = False
 
+    def release(self) -> None:
+        """Watch no DDP module any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._group = None
+
     def _watch(self, ddp: Any) -> None:
         if ddp in self._hooked:
             return
@@ -75,7 +84,7 @@ class Ranks:
             if self.in_step:
                 self._begin(lambda: dist.get_process_group_ranks(ddp.process_group))
 
-        ddp.register_forward_pre_hook(begin)
+        self._handles.append(ddp.register_forward_pre_hook(begin))
         if active_ddp() is ddp:
             begin()
 
