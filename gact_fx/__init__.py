@@ -6,6 +6,8 @@ A torch.compile pass that stores what forward keeps for backward in a few bits p
     model = gact_fx.compile(model, budget_bits=4)
 """
 
+import logging
+
 from gact_fx import ops as ops
 from gact_fx.api import compile as compile
 from gact_fx.api import inspect as inspect
@@ -16,6 +18,9 @@ from gact_fx.diagnostics.measure_gradient_error import measure_gradient_error as
 from gact_fx.diagnostics.report import Report as Report
 from gact_fx.errors import GactError as GactError
 from gact_fx.plan import Plan as Plan
+from gact_fx.training.progress import LastResort as _LastResort
+
+logging.getLogger("gact_fx").addHandler(_LastResort())
 
 __version__ = "0.1.0"
 __all__ = [

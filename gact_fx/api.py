@@ -18,7 +18,8 @@ from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
 from gact_fx.training.minibatch_variance import LossFunction
 from gact_fx.training.model import Target, is_copy, owned_by, restore, sessions_within
-from gact_fx.training.ranks import Ranks, without_sync
+from gact_fx.training.progress import say
+from gact_fx.training.ranks import Ranks, unwrapped, without_sync
 from gact_fx.training.sample_batches import default_loss, profile_batches
 from gact_fx.training.session import Session
 from gact_fx.training.unchanged import modules_of, unchanged
@@ -116,6 +117,10 @@ def compile_by(
         recorder = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
     run_states(session, target.compile, ranks, recorder)
     target.install()
+    if session.lifecycle.state is State.PLANNED:
+        say(f"{session.title}: compiled with a plan made before")
+    elif session.lifecycle.state is State.PROFILING and recorder is None:
+        say(f"{session.title}: the next training step is profiled; it takes longer, and more memory, than all others")
     if samples is not None and recorder is not None:
         loss = samples.loss_fn or default_loss
         modules = modules_of(model) + modules_of(loss)
@@ -189,7 +194,8 @@ def _session(model: Callable[..., Any], config: Config, plan: Plan | None, asked
     regions = None
     if config.budget_bits is not None:
         regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
-    return Session(config, name, plan, regions)
+    title = getattr(model, "__name__", type(unwrapped(model)).__name__)
+    return Session(config, name, plan, regions, title)
 
 
 def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:

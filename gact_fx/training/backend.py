@@ -176,7 +176,7 @@ def gact(
         compiler = lookup_backend(uncompressed(config.inner))
         changes = {"config_patches": config.inductor_patches} if config.inner == "inductor" else {}
         return cast(Compiled, compiler(module, list(example_inputs), **changes))
-    session = Session(config)
+    session = Session(config, title="a graph of backend='gact'")
     # The first one is compiled where Dynamo asks for it; the inputs of that call are not to outlive it.
     at_once = [(fx.GraphModule(module, copy.deepcopy(module.graph)), example_inputs)]
     generations = count(0)

@@ -147,7 +147,10 @@ class Target:
             object.__delattr__(self.model, _ATTRIBUTE)
             if self._session_before is not None:
                 object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
-            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
+            log.warning(
+                "%s: profiling failed with %s: the model is as it was before compile()",
+                self._session.title, type(error).__name__,
+            )  # fmt: skip
             raise
 
 

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gact_fx.errors import StepError
 from gact_fx.graphs.dynamo import active_ddp
-from gact_fx.training.session import Sample, Session, log
+from gact_fx.training.sample import Sample
+from gact_fx.training.session import Session, log
 
 # Until it is said that other ranks are waited for, and until they are given up (PyTorch's own default for gloo).
 SECONDS_IN_SILENCE = 60.0
@@ -115,7 +116,10 @@ class Ranks:
             self._is_over = True
             session.lifecycle.failed()
         elif len(missing) < len(samples):
-            log.warning("rank %s could not profile its step; the next one is", ", ".join(map(str, missing)))
+            log.warning(
+                "%s: rank %s could not profile its step; the next one is profiled instead",
+                session.title, ", ".join(map(str, missing)),
+            )  # fmt: skip
 
     def _gather(self, mine: Sample) -> list[Sample]:
         """What all ranks bring, in their order."""

@@ -86,8 +86,11 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
                 f"gact_fx.compile: the plan does not fit this model: {differences(plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
-        remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
-        log.warning("graph %s was not profiled: %s", key, remedy)
+        outcome = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
+        log.warning(
+            "a graph that saves %s was not profiled: %s; sample_batches that run it, or profile_every, have it planned",
+            _named(analysis), outcome,
+        )  # fmt: skip
     assert config.budget_bits is not None
     alone = replace(
         config,
@@ -105,3 +108,9 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
         entry = known.get(tensor.key, others[tensor.key])
         chosen.append(entry if how.admits(tensor, entry) else others[tensor.key])
     return GraphPlan(key, tuple(chosen), found.saved, found.runs)
+
+
+def _named(analysis: GraphAnalysis) -> str:
+    """The tensors of a graph whose widths are to be chosen, by the first and the last."""
+    names = [f"{tensor.op} in {tensor.module}" if tensor.module else tensor.op for tensor, _ in analysis.quantized()]
+    return names[0] if len(names) == 1 else f"{len(names)} tensors, from {names[0]} to {names[-1]},"

@@ -81,7 +81,9 @@ def profile_batches(
                 latest = session.measure(steps, bar)
                 finite = finite if latest is None else (batch, latest.sensitivities)
             else:
-                log.warning("sample batch %d has NaN or infinity in its gradients; it is left out", count - 1)
+                log.warning(
+                    "%s: sample batch %d has NaN or infinity in its gradients; it is left out", session.title, count - 1
+                )
             del steps, gradients
     if not count:
         raise UsageError(
@@ -142,9 +144,10 @@ def _loss(model: Any, batch: Any, loss_fn: LossFunction, index: int) -> torch.Te
 
 def _leave_to_eager(session: Session, recorder: Recorder) -> None:
     log.warning(
-        "torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; what eager "
-        'PyTorch saves is compressed by eager_bits alone (TORCH_LOGS="graph_breaks" says why)'
-    )
+        "%s: torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; what "
+        'eager PyTorch saves is stored in budget_bits alone. TORCH_LOGS="graph_breaks" says which line to change',
+        session.title,
+    )  # fmt: skip
     recorder.stop()
     session.lifecycle.failed()
 

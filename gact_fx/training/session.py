@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gact_fx.breaks.eager_regions import EagerRegions
@@ -20,27 +20,14 @@ from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
 from gact_fx.training.check_plan import MeasuredStep, check_plan
 from gact_fx.training.lifecycle import Lifecycle, State
-from gact_fx.training.progress import profiling_bar, say, sizes
+from gact_fx.training.progress import profiling_bar, say, say_planned, sizes
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
+from gact_fx.training.sample import Sample
 
 log = logging.getLogger("gact_fx")
 # Steps that are profiled because the plan was made without a graph that they run.
 MOST_AFTERTHOUGHTS = 3
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
-
-    profiles: dict[str, GraphProfile]
-    # What its eager regions hold for backward, and would hold without codes.
-    eager_nbytes: int
-    eager_plain_nbytes: int
-    minibatch_variance: float | None
-    max_gradient_noise: float | None
-    plan: Plan | None
-    has_failed: bool
 
 
 class Session:
@@ -49,8 +36,15 @@ class Session:
     passes: Sequence[Pass] = PIPELINE
 
     def __init__(
-        self, config: Config, model: str = "", plan: Plan | None = None, eager_regions: EagerRegions | None = None
+        self,
+        config: Config,
+        model: str = "",
+        plan: Plan | None = None,
+        eager_regions: EagerRegions | None = None,
+        title: str = "the model",
     ) -> None:
+        # What messages call the model.
+        self.title = title
         self.config = config
         self.model = model
         self.plan = plan
@@ -103,9 +97,9 @@ class Session:
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:
             log.warning(
-                "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
-                "codes is on one (those of the CPU are in host memory already)"
-            )
+                "%s: swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
+                "codes is on one (those of the CPU are in host memory already); leave it out", self.title,
+            )  # fmt: skip
         self.graphs.append(graph)
         return graph
 
@@ -125,6 +119,8 @@ class Session:
         if self.is_unforeseen(graph) and graph.plan.fingerprint not in self._running:
             # What ran before may not run any more: the model may have changed from evaluation to training.
             self._running.clear()
+        elif not self._running:
+            say(f"{self.title}: training by the plan, in {len(self.graphs)} compiled graphs")
         self._running.add(graph.plan.fingerprint)
         self.profile_unforeseen()
 
@@ -134,7 +130,7 @@ class Session:
             return
         if any(graph.plan.fingerprint in self._running and self.is_unforeseen(graph) for graph in self.graphs):
             self._afterthoughts += 1
-            say("the plan was made without a graph that runs now; the next step is profiled")
+            say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
 
     def cache_key(self) -> str:
@@ -146,8 +142,11 @@ class Session:
     def measure(self, steps: Sequence[Step], bar: Any = None) -> MeasuredStep | None:
         """Add the sensitivities of one training step to the profiles; None where its gradients are not finite."""
         if not all(step.is_finite for step in steps):
-            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            log.warning("%s: the sample step has NaN or infinity in its gradients; sampling another one", self.title)
             return None
+        if not self.profiles:
+            count = sum(len(step.analysis.quantized()) for step in steps)
+            say(f"{self.title}: profiling {count} saved tensors in {len(steps)} graphs")
         profiles = []
         for step in steps:
             key = graph_fingerprint(step.analysis.saved)
@@ -283,12 +282,7 @@ class Session:
         if self.eager_regions is not None:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()
-        total = sum(len(graph.tensors) for graph in plan.graphs)
-        found = self.predicted_sizes()
-        says = f": {found}; compiling, about as long as torch.compile takes" if found else ""
-        say(f"planned {total} saved tensors in {len(plan.graphs)} graphs{says}")
-        if not total:
-            log.warning("nothing to compress: no saved tensor is eligible; gact_fx.inspect(model) gives the reasons")
+        say_planned(self.title, plan, self._tensors())
         self.lifecycle.planned()
 
     # The plan is worth copying and saving with a model; compiled graphs are not.
