@@ -37,6 +37,11 @@ def sessions_within(model: object) -> dict[str, Session]:
     return outermost
 
 
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """The first module of a model, in the order of its names, that was compiled itself, or copied from one that was."""
+    return next((module for module in model.modules() if _ATTRIBUTE in vars(module)), None)
+
+
 def is_copy(model: object, session: Session) -> bool:
     """Whether a model with a session runs as if it had none: copies of modules keep what was planned, and no code."""
     if not isinstance(model, nn.Module):
