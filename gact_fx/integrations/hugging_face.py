@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -51,11 +50,11 @@ class GactTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._log = log
         self._checkpoint = checkpoint
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model, with the plan of the checkpoint that training is resumed from."""
         told = [entry["gact_fx/plan_step"] for entry in state.log_history if "gact_fx/plan_step" in entry]
         resumed = self._resumed(args, state) if state.global_step else None
-        self._compression.begin(model, resumed, told[-1] if told else 0)
+        self._compression.begin(kwargs["model"], resumed, told[-1] if told else 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take note of a plan that was made."""
@@ -64,11 +63,11 @@ class GactTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._log is not None and figures:
             self._log(figures)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the figures to what is logged, for the callbacks behind this one and for the history."""
         if self._log is None:
             figures = self._compression.figures()
-            logs.update(figures)
+            kwargs["logs"].update(figures)
             state.log_history[-1].update(figures)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

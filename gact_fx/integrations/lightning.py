@@ -1,7 +1,7 @@
 """A callback for Lightning (tried with 2.6), by either of its names, ``lightning`` and ``pytorch_lightning``."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from gact_fx.plan import Plan
 try:
     from lightning.pytorch import Callback
 except ModuleNotFoundError:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback  # type: ignore[assignment, unused-ignore]
 
 log = logging.getLogger("gact_fx")
 _WHO = "gact_fx.integrations.GactLightningCallback"
@@ -99,7 +99,7 @@ class GactLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
             return found
         # Lightning's own forward calls nn.Module's, which there is none of.
         if type(pl_module).forward.__module__.split(".")[0] not in ("lightning", "pytorch_lightning", "torch"):
-            return pl_module  # type: ignore[no-any-return]
+            return cast(nn.Module, pl_module)
         children = [
             (name, child) for name, child in pl_module.named_children() if any(True for _ in child.parameters())
         ]
@@ -109,4 +109,4 @@ class GactLightningCallback(Callback):  # type: ignore[misc, unused-ignore]
                 f"{_WHO}: {type(pl_module).__name__} has no forward, and {len(children)} modules with parameters "
                 f"({names}); give the name of the one that training_step calls as module="
             )
-        return children[0][1]
+        return cast(nn.Module, children[0][1])

@@ -61,7 +61,8 @@ def test_a_model_is_as_it_was(
     reference = build()
     reference.load_state_dict(model.state_dict())
     calls.clear()
-    train(model, *batch), train(reference, *batch)
+    for each in (model, reference):
+        train(each, *batch)
     assert calls == [len(batch)] * 2
     for found, exact in zip(gradients(model), gradients(reference), strict=True):
         assert torch.equal(found, exact)
@@ -186,7 +187,8 @@ def test_what_was_not_compiled(model: Callable[..., Any]) -> None:
 
 
 def test_ddp_loses_its_hook() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined, unused-ignore]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
         gact_fx.compile(model, inner="eager")
