@@ -321,6 +321,15 @@ def test_backend_by_name_names_bad_options() -> None:
         torch.compile(lambda x: x.sin(), backend="gact", options={"bits": 4})(torch.randn(3, requires_grad=True))
 
 
+def test_backend_by_name_profiles_again_and_goes_on() -> None:
+    """What it compiled for either kind of step lives on while the other kind runs."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    compiled = torch.compile(model, backend="gact", options={"inner": "eager", "profile_every": 3})
+    for _ in range(10):
+        compiled(torch.randn(64, 16)).square().sum().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+
+
 def test_profiling_is_silent_when_not_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
     captured = capfd.readouterr()

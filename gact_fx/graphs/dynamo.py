@@ -48,7 +48,8 @@ def compile_apart(
         options["isolate_recompiles"] = True
     owner = None if isinstance(backend, str) else _Owner(backend)
     compiled: Any = torch.compile(function, backend=backend if owner is None else owner.lent(), **options)
-    compiled.owner = owner
+    # Past the __setattr__ of a compiled module, which hands on to the module itself.
+    vars(compiled)["owner"] = owner
     is_held_back = generation > 1 and not can_isolate
     silent = _said_once()
     if not is_held_back and not silent:
