@@ -5,7 +5,11 @@ from collections.abc import Iterable
 
 
 class GactError(Exception):
-    """Base class of all errors that gact_fx raises itself."""
+    """Base class of the errors that gact_fx raises.
+
+    Two kinds reach a caller otherwise: the compiled operators of ``gact_fx.ops`` raise plain ``ValueError``, and what is
+    raised while Dynamo compiles comes in its ``BackendCompilerFailed``.
+    """
 
 
 class UsageError(GactError, ValueError):

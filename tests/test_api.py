@@ -172,6 +172,7 @@ def test_all_errors_have_one_base_class(tmp_path: Path) -> None:
         (TypeError, lambda: gact_fx.compile(3)),  # type: ignore[type-var]
         (ValueError, lambda: gact_fx.compile(Mixed(), seed=-1)),
         (ValueError, lambda: gact_fx.inspect(Mixed())),
+        (ValueError, lambda: gact_fx.measure_gradient_error(Mixed(), [mixed_batch()])),
         (ValueError, lambda: gact_fx.Plan.load(tmp_path / "plan.json")),
         (ValueError, lambda: gact_fx.Config.from_level("L9")),
         (RuntimeError, lambda: once.sum().backward()),
