@@ -7,8 +7,8 @@ from collections.abc import Iterable
 class GactError(Exception):
     """Base class of the errors that gact_fx raises.
 
-    Two kinds reach a caller otherwise: the compiled operators of ``gact_fx.ops`` raise plain ``ValueError``, and what is
-    raised while Dynamo compiles comes in its ``BackendCompilerFailed``.
+    Two kinds reach a caller otherwise: the compiled operators of ``gact_fx.ops`` raise plain ``ValueError``, and errors
+    while Dynamo compiles come in its ``BackendCompilerFailed``.
     """
 
 

@@ -166,14 +166,16 @@ def test_torch_compile_around_it_runs_the_model_itself() -> None:
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
 
 
-def test_between_forward_and_backward() -> None:
+def test_between_forward_and_backward(caplog: pytest.LogCaptureFixture) -> None:
     """What a graph saved is read by what compressed it, and nothing is planned any more."""
     model, reference = Mixed(), Mixed()
     reference.load_state_dict(model.state_dict())
     gact_fx.compile(model, inner="eager", budget_bits=8)
     loss = model(*mixed_batch())
     gact_fx.uncompile(model)
-    loss.backward(), reference(*mixed_batch()).backward()
+    with caplog.at_level("INFO", "gact_fx"):
+        loss.backward(), reference(*mixed_batch()).backward()
+    assert not [record for record in caplog.records if record.name == "gact_fx"]
     for found, exact in zip(gradients(model), gradients(reference), strict=True):
         torch.testing.assert_close(found, exact, rtol=0.1, atol=0.02)
     train(model, *mixed_batch())
