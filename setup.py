@@ -13,7 +13,7 @@ from typing import Any
 
 from setuptools import setup
 
-ROOMS = ("diagnostics", "training", "profiling", "planning", "breaks", "graphs", "codec")
+ROOMS = ("integrations", "diagnostics", "training", "profiling", "planning", "breaks", "graphs", "codec")
 
 
 def nvcc_fits(wanted: str) -> bool:

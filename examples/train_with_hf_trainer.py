@@ -3,7 +3,9 @@
     python examples/train_with_hf_trainer.py
 
 A small BERT with random weights (nothing is downloaded) learns whether a row of tokens has more of one token than of
-another. The model is compiled before the Trainer gets it, and saves, loads and evaluates as ever.
+another. The callback compiles the model when training begins, adds what that saves to the Trainer's log, and keeps the
+plan beside every checkpoint, so that ``trainer.train(resume_from_checkpoint=True)`` goes on with it. The model saves,
+loads and evaluates as ever.
 After ``import gact_fx.accelerate``, ``TrainingArguments(torch_compile=True, torch_compile_backend="gact")`` does the
 same with default options, graph by graph, and without a report.
 """
@@ -20,6 +22,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, EvalPrediction, Trainer, TrainingArguments
 
 import gact_fx
+from gact_fx.integrations import GactTrainerCallback
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -45,13 +48,14 @@ def train(steps: int = 300, inner: str = "inductor") -> tuple[float, gact_fx.Rep
             max_position_embeddings=32,
         )
     )  # fmt: skip
-    gact_fx.compile(model, budget_bits=4, inner=inner)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=1e-3, report_to=[],
             save_strategy="no", logging_steps=max(steps // 5, 1), disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=Rows(2048, 1), compute_metrics=accuracy)
+        callback = GactTrainerCallback(budget_bits=4, inner=inner)
+        rows = Rows(2048, 1)
+        trainer = Trainer(model, arguments, train_dataset=rows, compute_metrics=accuracy, callbacks=[callback])
         trainer.train()
         return trainer.evaluate(Rows(512, 2))["eval_accuracy"], gact_fx.inspect(model)
 

@@ -1,20 +1,25 @@
 """``gact_fx.compile`` and ``gact_fx.inspect``."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, cast
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch import nn
 
 from gact_fx.breaks.eager_regions import EagerRegions
-from gact_fx.config import Config
+from gact_fx.config import OPTIONS, Config, given
 from gact_fx.diagnostics.report import Report
+from gact_fx.errors import UsageError, UsageTypeError, unknown_option
+from gact_fx.options import BUDGETS, UNSET
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
 from gact_fx.training.lifecycle import State
 from gact_fx.training.minibatch_variance import LossFunction
-from gact_fx.training.model import Target, is_copy, owned_by, sessions_within
-from gact_fx.training.ranks import Ranks, without_sync
+from gact_fx.training.model import Target, is_copy, owned_by, restore, sessions_within
+from gact_fx.training.progress import say
+from gact_fx.training.ranks import Ranks, unwrapped, without_sync
 from gact_fx.training.sample_batches import default_loss, profile_batches
 from gact_fx.training.session import Session
 from gact_fx.training.unchanged import modules_of, unchanged
@@ -23,22 +28,25 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 
 
 def compile(
-    model: Model,
-    *,
-    budget_bits: float | None = 4.0,
-    sample_batches: Iterable[Any] | None = None,
-    loss_fn: LossFunction | None = None,
-    config: Config | None = None,
-    plan: Plan | None = None,
-    **overrides: Any,
-) -> Model:
+    model: Model, *,
+    budget_bits: float | None = UNSET, sample_batches: Iterable[Any] | None = None,
+    loss_fn: LossFunction | None = None, config: Config | str | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    budget_bytes: int | str | None = UNSET, max_gradient_noise: float | None = UNSET, adaptive: bool = UNSET,
+    group_size: int | None = UNSET, min_elements: int = UNSET, rounding: str = UNSET, seed: int = UNSET,
+    sensitivity: str = UNSET, profile_draws: int = UNSET, profile_every: int | None = UNSET, recompute: str = UNSET,
+    unknown_operators: str = UNSET, swap: bool = UNSET, split_loss: bool = UNSET, loss_only: bool = UNSET,
+    inner: str = UNSET, fuse: str = UNSET, dynamic: bool | None = UNSET, fullgraph: bool = UNSET,
+    mode: str | None = UNSET, inductor_options: Mapping[str, Any] | None = UNSET,
+    **unknown: NoReturn,
+) -> Model:  # fmt: skip
     """Compile ``model`` so that what forward keeps for backward is stored in ``budget_bits`` bits per element.
 
     A module is compiled in place and returned: its parameters, ``state_dict`` and class stay as they are. A plain
     callable gives a compiled callable. The training loop needs no change. Copies of the module (``copy.deepcopy``,
     ``pickle``, ``torch.save``) keep the plan, and run uncompressed until they are compiled with it. Ranks that train
     together, in DistributedDataParallel (around or inside of this call) or with ``fully_shard``, plan from what all of
-    them measure.
+    them measure. :func:`uncompile` undoes it all.
 
     An exception on a sample batch reaches the caller, and leaves the model as it was before the call. Where a step of
     training cannot be profiled, the log says how training goes on: another step is the sample, or the plan there is
@@ -47,41 +55,102 @@ def compile(
     Args:
         model: module or callable to train.
         budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
-            included, in [1, 16]; ``None`` gives exactly torch.compile. Left at its default, it yields to ``config``.
+            included, in [1, 16]; ``None`` gives exactly torch.compile. The other options are those of :class:`Config`,
+            which has all descriptions and defaults.
         sample_batches: batches to choose the bits on, before training; of a loader the first 8 are taken. Without them
             the first training step is the sample, and runs at 8 bits, operator by operator.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
             ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
-        config: all options at once; ``overrides`` are single fields of :class:`Config` laid over it.
-        plan: decisions made earlier (``Plan.load``), instead of profiling. Unless ``seed`` is given, its noise is that
-            of the ``seed`` it was made with.
+        config: all options at once, or one of GACT's level names (``"L2"``). Options given beside it are laid over it.
+        plan: decisions made earlier (``report.plan``, or the path of a file that ``plan.save`` wrote), instead of
+            profiling. Unless ``seed`` is given, its noise is that of the ``seed`` it was made with.
 
     Raises:
-        ValueError: an option that does not exist or is out of range; empty sample batches; a plan of another model; a
-            loss that is not a scalar or has no gradient.
+        ValueError: an option that does not exist or is out of range, or contradicts another one; empty sample batches;
+            a plan of another model; a loss that is not a scalar or has no gradient.
         TypeError: ``model`` cannot be called.
     """
+    options = given(locals())
+    for name in unknown:
+        raise unknown_option("gact_fx.compile", name, (*OPTIONS, "sample_batches", "loss_fn", "config", "plan"))
+    samples = None if sample_batches is None else Samples(sample_batches, loss_fn)
+    if samples is None and loss_fn is not None:
+        raise UsageError("gact_fx.compile: loss_fn is for sample_batches, got none; pass these too, or leave it out")
+    return compile_by(model, Config.from_options(options, config), plan, samples, asked=options)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Batches to profile before training, and the loss of one; None: `default_loss`."""
+
+    batches: Iterable[Any]
+    loss_fn: LossFunction | None = None
+
+
+def compile_by(
+    model: Model,
+    config: Config,
+    plan: Plan | str | os.PathLike[str] | None,
+    samples: Samples | None = None,
+    *,
+    asked: Mapping[str, Any] | None = None,
+) -> Model:
+    """`compile` with its options in one piece.
+
+    ``asked``: the options that the caller gave beside ``config``, which ``plan`` has to be reconciled with; None where
+    the plan is one of this very configuration.
+    """
     if not callable(model):
-        raise TypeError(f"gact_fx.compile: model must be a torch.nn.Module or a function, got {type(model).__name__}")
-    if config is None or budget_bits != Config.budget_bits:
-        overrides = {"budget_bits": budget_bits, **overrides}
-    config = Config.from_options(overrides, config)
-    session = _session(model, config, plan)
+        raise UsageTypeError(
+            f"gact_fx.compile: model must be a torch.nn.Module or a function, got {type(model).__name__}"
+        )
+    if plan is not None and samples is not None:
+        raise UsageError(
+            "gact_fx.compile: sample_batches do nothing beside plan=, whose bits are chosen; leave one of them out"
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    session = _session(model, config, plan, asked)
     target, ranks = Target(model, session), Ranks(session, modules_of(model))
-    samples = None
-    if sample_batches is not None and session.lifecycle.state is State.PROFILING:
-        samples = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
-    run_states(session, target.compile, ranks, samples)
+    recorder = None
+    if samples is not None and session.lifecycle.state is State.PROFILING:
+        recorder = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
+    run_states(session, target.compile, ranks, recorder)
     target.install()
-    if samples is not None and sample_batches is not None:
-        loss = loss_fn or default_loss
+    if session.lifecycle.state is State.PLANNED:
+        say(f"{session.title}: compiled with a plan made before")
+    elif session.lifecycle.state is State.PROFILING and recorder is None:
+        say(f"{session.title}: the next training step is profiled; it takes longer, and more memory, than all others")
+    if samples is not None and recorder is not None:
+        loss = samples.loss_fn or default_loss
         modules = modules_of(model) + modules_of(loss)
         # Without a trace: neither in the modules nor, for DDP, on other ranks.
         with target.restored_on_failure(), unchanged(modules), without_sync(modules):
-            profile_batches(target.model, session, samples, sample_batches, loss, target.uncompiled)
+            profile_batches(target.model, session, recorder, samples.batches, loss, target.uncompiled)
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
+        session.lifecycle.at_close(ranks.release)
     return cast(Model, target.model)
+
+
+def uncompile(model: Model) -> Model:
+    """Undo :func:`compile`: ``model``, and every module within it, runs again what it ran before it was compiled.
+
+    A module is changed in place and returned; of a compiled function, the function comes back. Parameters, gradients
+    and optimizers are left alone, so that training may go on, uncompressed. The plan and the compiled graphs are freed,
+    except what an autograd graph still holds: keep ``gact_fx.inspect(model).plan`` to compile with it again. Of ranks
+    that train together, all have to call it, between two steps.
+
+    Raises:
+        ValueError: neither the model nor a module within it was compiled by ``gact_fx.compile``.
+    """
+    found = restore(model)
+    if found is None:
+        raise UsageError(
+            f"gact_fx.uncompile: this {type(model).__name__} was not compiled by gact_fx.compile, nor was a module "
+            "within it; leave the call out"
+        )
+    return cast(Model, found)
 
 
 def inspect(model: Callable[..., Any]) -> Report:
@@ -94,13 +163,13 @@ def inspect(model: Callable[..., Any]) -> Report:
     """
     found = sessions_within(model)
     if len(found) > 1:
-        raise ValueError(
+        raise UsageError(
             f"gact_fx.inspect: {len(found)} modules of this {type(model).__name__} were compiled, each with a plan of "
             f"its own; inspect them one by one ({', '.join(list(found)[:4])}{', …' if len(found) > 4 else ''})"
         )
     session = next(iter(found.values()), None)
     if session is None:
-        raise ValueError(
+        raise UsageError(
             f"gact_fx.inspect: this {type(model).__name__} was not compiled by gact_fx.compile; call "
             "model = gact_fx.compile(model) first (torch.compile(backend='gact') keeps no report)"
         )
@@ -114,23 +183,25 @@ def inspect(model: Callable[..., Any]) -> Report:
     return Report.from_session(session, model)
 
 
-def _session(model: Callable[..., Any], config: Config, plan: Plan | None) -> Session:
+def _session(model: Callable[..., Any], config: Config, plan: Plan | None, asked: Mapping[str, Any] | None) -> Session:
     name = ""
     if isinstance(model, nn.Module):
         name = model_fingerprint([(key, tuple(p.shape)) for key, p in model.named_parameters()])
-    misfit = next(_misfits(plan, config, name), None) if plan is not None else None
-    if misfit is not None:
-        raise ValueError(f"gact_fx.compile: {misfit}")
-    if plan is not None and config.seed != Config.seed:
-        plan = plan.reseeded(config.seed)
+    stated = {**config.stated(), **(asked or {})}
+    if plan is not None:
+        problems = [*_misfits(plan, config, name), *(_spent(plan, stated) if asked is not None else ())]
+        for problem in problems:
+            raise UsageError(f"gact_fx.compile: {problem}")
+        plan = plan.reseeded(config.seed) if "seed" in stated else plan
     regions = None
     if config.budget_bits is not None:
         regions = EagerRegions(config.eager_bits, config.seed, config.min_elements, lambda: owned_by(model))
-    return Session(config, name, plan, regions)
+    title = getattr(model, "__name__", type(unwrapped(model)).__name__)
+    return Session(config, name, plan, regions, title)
 
 
 def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:
-    """Why ``plan`` does not go with the model of that fingerprint, or with the options given beside it."""
+    """Why ``plan`` does not go with the model of that fingerprint, or with how the model is compiled."""
     if plan.model and name and plan.model != name:
         yield (
             f"the plan was made for another model (parameters {plan.model}, this model has {name}); "
@@ -138,17 +209,6 @@ def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:
         )
     if plan.recompute != config.recompute:
         yield f"the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; pass the plan's"
-    # A plan has spent its budget; another one only matters where the model is profiled again.
-    if config.profile_every is None:
-        asked = {"budget_bytes": config.budget_bytes, "max_gradient_noise": config.max_gradient_noise}
-        if config.budget_bits not in (Config.budget_bits, plan.budget_bits):
-            asked["budget_bits"] = config.budget_bits
-        for option, value in asked.items():
-            if value is not None:
-                yield (
-                    f"{option}={value!r} does nothing beside plan=, whose bits are chosen; leave one of them out, or "
-                    "pass profile_every to plan again"
-                )
     # bfloat16 codes have neither groups nor dither.
     tensors = (tensor for graph in plan.graphs for tensor in graph.tensors)
     codes = [tensor.code for tensor in tensors if tensor.code is not None and tensor.code.bits <= 8]
@@ -157,3 +217,19 @@ def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:
         others = sorted(found - {wanted})
         if wanted != anything and others:
             yield f"the plan was made for {option}={others[0]!r}, got {option}={wanted!r}; leave it out"
+
+
+def _spent(plan: Plan, stated: Mapping[str, Any]) -> Iterator[str]:
+    """Why budgets that are asked for do nothing: a plan has spent its own.
+
+    Another one only matters where the model is profiled again.
+    """
+    if stated.get("profile_every") is not None:
+        return
+    for option in BUDGETS:
+        value = stated.get(option)
+        if value is not None and not (option == "budget_bits" and value == plan.budget_bits):
+            yield (
+                f"{option}={value!r} does nothing beside plan=, whose bits are chosen; leave one of them out, or pass "
+                "profile_every to plan again"
+            )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gact_fx.codec.layout import ROUNDINGS
+from gact_fx.errors import UsageError, unknown_option
+from gact_fx.options import UNSET, parse_budget, several_budgets
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -31,7 +33,7 @@ def _is_number(value: object) -> bool:
 
 
 _POSITIVE = {
-    "budget_bytes": ("whole number", _is_whole),
+    "budget_bytes": ('whole number, a text as "8GB", "500MB", "2GiB" or "60%"', _is_whole),
     "max_gradient_noise": ("number", _is_number),
     "profile_every": ("whole number of steps", _is_whole),
 }
@@ -57,7 +59,11 @@ class Config:
         budget_bits: average number of bits per element over all floating saved activations that may be compressed,
             metadata included, in [1, 16]; ``None`` turns compression off.
         budget_bytes: instead, bytes that the activations of a batch like the sample may take between forward and
-            backward, everything included that only backward holds.
+            backward, everything included that only backward holds: a whole number, or a text with a unit as ``"500MB"``
+            (1000 * 1000 bytes) or ``"2GiB"`` (1024 ** 3 bytes). ``"60%"`` is a share of what the sample step would hold
+            under ``torch.compile``: what its partitioner saves of the same graphs, before anything is computed again or
+            stored in codes for gact_fx, and what eager PyTorch saves between the graphs. Parameters and inputs do not
+            count, nor the logits that ``split_loss`` does away with.
         max_gradient_noise: instead, the variance that compression may add to the gradient, as a share of the variance
             that the minibatch gradient has anyway (0.1: a tenth); the fewest bytes that keep to it.
         adaptive: choose each tensor's width by its sensitivity (GACT, section 4). ``False`` gives every tensor
@@ -109,7 +115,7 @@ class Config:
 
     budget_bits: float | None = 4.0
     adaptive: bool = True
-    budget_bytes: int | None = None
+    budget_bytes: int | str | None = None
     max_gradient_noise: float | None = None
     group_size: int | None = None
     min_elements: int = 1024
@@ -131,9 +137,12 @@ class Config:
     inductor_options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.budget_bytes, str):
+            # A text that is no budget stays, and is refused below.
+            object.__setattr__(self, "budget_bytes", parse_budget(self.budget_bytes) or self.budget_bytes)
         problem = next(self._problems(), None)
         if problem is not None:
-            raise ValueError(f"gact_fx.compile: {problem}")
+            raise UsageError(f"gact_fx.compile: {problem}")
 
     def _problems(self) -> Iterator[str]:
         """What is wrong with the options, in an order in which each check may count on those before it."""
@@ -168,11 +177,11 @@ class Config:
     def _problems_of_other_budgets(self) -> Iterator[str]:
         for name, (kind, is_one) in _POSITIVE.items():
             value = getattr(self, name)
-            if value is not None and not (is_one(value) and 0 < value < float("inf")):
+            is_percentage = name == "budget_bytes" and isinstance(value, str) and parse_budget(value) == value
+            if value is not None and not is_percentage and not (is_one(value) and 0 < value < float("inf")):
                 yield f"{name} must be a positive {kind}, or None, got {value!r}"
+        yield from several_budgets(self.stated())
         given = [name for name in ("budget_bytes", "max_gradient_noise") if getattr(self, name) is not None]
-        if len(given) > 1:
-            yield "give budget_bytes or max_gradient_noise, not both"
         if given and (self.budget_bits is None or not self.adaptive):
             reason = "budget_bits=None, which turns compression off" if self.budget_bits is None else "adaptive=False"
             yield f"{given[0]} cannot be kept with {reason}; leave one of them out"
@@ -227,22 +236,49 @@ class Config:
         Raises:
             ValueError: a level that is unknown.
         """
-        if level not in _LEVELS:
-            raise ValueError(f"gact_fx.Config: level must be one of {tuple(_LEVELS)}, got {level!r}")
-        budget_bits, adaptive, swap = _LEVELS[level]
-        return cls.from_options({"budget_bits": budget_bits, "adaptive": adaptive, "swap": swap, **overrides})
+        return cls.from_options({**_options_of_level(level), **overrides})
 
     @classmethod
-    def from_options(cls, options: dict[str, Any], base: "Config | None" = None) -> "Config":
-        """``base`` (default: all defaults) with ``options`` laid over it.
+    def from_options(cls, options: Mapping[str, Any], base: "Config | str | None" = None) -> "Config":
+        """``base`` (default: all defaults; a text is one of GACT's levels) with ``options`` laid over it.
 
         Raises:
-            ValueError: an option that does not exist or is out of its range.
+            ValueError: an option that does not exist or is out of its range; one that differs from what ``base`` sets
+                to other than its default, or what its level stands for; two budgets.
         """
-        known = {field.name for field in fields(cls)}
         for name in options:
-            if name not in known:
-                raise ValueError(
-                    f"gact_fx.compile: unknown option {name!r}; the options are {', '.join(sorted(known))}"
+            if name not in OPTIONS:
+                raise unknown_option("gact_fx.compile", name, OPTIONS)
+        source = repr(base) if isinstance(base, str) else "Config"
+        stated = _options_of_level(base) if isinstance(base, str) else base.stated() if base is not None else {}
+        for problem in several_budgets({**stated, **options}):
+            raise UsageError(f"gact_fx.compile: {problem}")
+        found = replace(base if isinstance(base, Config) else cls(**stated), **options)
+        for name in options:
+            value = getattr(found, name)
+            if name in stated and stated[name] != value:
+                raise UsageError(
+                    f"gact_fx.compile: {name}={value!r} is given beside config={source}, which says "
+                    f"{name}={stated[name]!r}; leave one of them out"
                 )
-        return replace(base or cls(), **options)
+        return found
+
+    def stated(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        values = {option.name: (getattr(self, option.name), option.default) for option in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+
+# The names of all options, in their order.
+OPTIONS: tuple[str, ...] = tuple(option.name for option in fields(Config))
+
+
+def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the ``arguments`` that are options and not `UNSET`."""
+    return {name: arguments[name] for name in OPTIONS if arguments[name] is not UNSET}
+
+
+def _options_of_level(level: str) -> dict[str, Any]:
+    if level not in _LEVELS:
+        raise UsageError(f"gact_fx.Config: level must be one of {tuple(_LEVELS)}, got {level!r}")
+    return dict(zip(("budget_bits", "adaptive", "swap"), _LEVELS[level], strict=True))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
+from gact_fx.errors import UsageError
 from gact_fx.records import SavedTensor, Sensitivity
 
 FORMAT = 3
@@ -142,27 +144,40 @@ class Plan:
                 terms.append(graph.runs * variance)
         return math.fsum(terms)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    def to_json(self) -> str:
+        """The plan as it is saved."""
         graphs = [{**vars(graph), "tensors": [t.to_data() for t in graph.tensors]} for graph in self.graphs]
-        Path(path).write_text(json.dumps({"format": FORMAT, **vars(self), "graphs": graphs}, indent=1) + "\n")
+        return json.dumps({"format": FORMAT, **vars(self), "graphs": graphs}, indent=1)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plan":
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan written by :meth:`save`.
 
         Raises:
             ValueError: the file is not a plan, or one of another format.
         """
+        return cls.from_json(Path(path).read_text(), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> "Plan":
+        """The plan from what `to_json` gave; ``source`` names the text in errors.
+
+        Raises:
+            ValueError: it is not a plan, or one of another format.
+        """
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(text)
             found = data.pop("format")
             if found != FORMAT:
-                raise ValueError(f"it has format {found}, this version reads format {FORMAT}")
+                raise UsageError(f"it has format {found}, this version reads format {FORMAT}")
             return cls(**{**data, "graphs": tuple(_graph_plan(graph) for graph in data["graphs"])})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"gact_fx.Plan.load: {path} is not a plan of gact_fx ({error}); write one with plan.save"
+            raise UsageError(
+                f"gact_fx.Plan.load: {source} is not a plan of gact_fx ({error}); write one with plan.save"
             ) from error
 
 

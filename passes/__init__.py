@@ -13,6 +13,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.
 """
 
+from gact_fx.options import is_share
 from gact_fx.passes.add_in_place import add_in_place
 from gact_fx.passes.choose_products import choose_products
 from gact_fx.passes.copy_for_replay import copy_for_replay
@@ -34,10 +35,12 @@ from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.spread_zeros import spread_zeros
 from gact_fx.passes.swap_codes import swap_codes
+from gact_fx.passes.weigh_plain_cut import weigh_plain_cut
 
 JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forward", "backward")
 
 PIPELINE: tuple[Pass, ...] = (
+    Pass("weigh_plain_cut", weigh_plain_cut, gives="plain_nbytes", when=lambda c: is_share(c.config.budget_bytes)),
     Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operators import OpOverload
+from gact_fx.options import allowed_nbytes
 from gact_fx.passes.encodings import Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.passes.mark_recomputation import is_cheap
@@ -47,7 +48,9 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     assert context.try_cut is not None
     pair, analysis = context.try_cut(joint)
     budget = context.config.budget_bytes
-    spare_nbytes = None if budget is None else usual_nbytes(analysis) - budget
+    spare_nbytes = None
+    if budget is not None:
+        spare_nbytes = usual_nbytes(analysis) - allowed_nbytes(budget, context.plain_nbytes)
     chosen: set[str] = set()
     dropped: set[str] = set()
     needed: set[str] = set()

@@ -48,6 +48,7 @@ class Context:
 
     joint: JointGraph | None = None
     pair: GraphPair | None = None
+    plain_nbytes: int = 0
     copies: frozenset[str] = frozenset()
     products: frozenset[str] = frozenset()
     is_free: bool = False

@@ -5,6 +5,7 @@ from torch import fx
 
 from gact_fx.codec import host_copies  # noqa: F401  (register their operators)
 from gact_fx.codec.code import Code
+from gact_fx.errors import GactError
 from gact_fx.graphs.aot import GraphPair
 
 compress = torch.ops.gact_fx.compress.default
@@ -12,7 +13,7 @@ decompress = torch.ops.gact_fx.decompress.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
 
 
-class GraphVerificationError(RuntimeError):
+class GraphVerificationError(GactError, RuntimeError):
     """A pass broke a graph; the message names the node. Always a bug in gact_fx, never in the model."""
 
 

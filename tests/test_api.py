@@ -1,8 +1,12 @@
+import inspect
 import logging
 import subprocess
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from conftest import Mixed, gradients, mixed_batch, relative_error
 from torch import nn
 
 import gact_fx
+from gact_fx.options import UNSET
 
+# What was planned for a budget of bytes.
+PLAN = gact_fx.Plan(None, "", ())
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
 
@@ -79,7 +86,15 @@ def test_profiling_leaves_no_trace() -> None:
         ({"sample_batches": [mixed_batch()], "loss_fn": lambda m, b: 3.0}, "must return a scalar tensor, got float"),
         ({"sample_batches": [mixed_batch()], "loss_fn": lambda m, b: m(*b).detach()}, "the loss has no gradient"),
         ({"budget_bits": 0}, r"budget_bits must lie in \[1, 16\]"),
-        ({"budget": 4}, "unknown option 'budget'"),
+        ({"budget": 4}, r"unknown option 'budget'; did you mean 'budget_bits'\?"),
+        ({"sample_batch": []}, r"unknown option 'sample_batch'; did you mean 'sample_batches'\?"),
+        ({"bits": 4}, "unknown option 'bits'; the options are adaptive, .*, sample_batches, "),
+        ({"loss_fn": lambda m, b: m(*b)}, "loss_fn is for sample_batches, got none; pass these too"),
+        ({"budget_bits": 4, "budget_bytes": "8GB"}, "budget_bits=4 and budget_bytes='8GB'; leave one out"),
+        ({"budget_bits": 4, "config": gact_fx.Config(budget_bits=8)}, "budget_bits=4 is given beside config=Config"),
+        ({"budget_bits": 3, "config": "L2"}, "budget_bits=3 is given beside config='L2', which says budget_bits=4"),
+        ({"plan": PLAN, "sample_batches": [mixed_batch()]}, "sample_batches do nothing beside plan="),
+        ({"plan": PLAN, "budget_bits": 4}, "budget_bits=4 does nothing beside plan="),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, object], message: str) -> None:
@@ -124,6 +139,48 @@ def test_profiling_a_function_leaves_its_module_alone() -> None:
     gact_fx.compile(lambda x, y: module(x, y), inner="eager", sample_batches=[mixed_batch()])
     assert all(p.grad is None for p in module.parameters())
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_the_options_of_compile_are_those_of_config() -> None:
+    """No default is stated twice."""
+    parameters = inspect.signature(gact_fx.compile).parameters
+    unset = {name for name, parameter in parameters.items() if parameter.default is UNSET}
+    assert unset == {field.name for field in fields(gact_fx.Config)}
+    assert set(parameters) - unset == {"model", "sample_batches", "loss_fn", "config", "plan", "unknown"}
+    types, wanted = get_type_hints(gact_fx.compile), get_type_hints(gact_fx.Config)
+    assert {name: types[name] for name in unset} == wanted
+
+
+def test_a_plan_by_its_path_and_a_config_by_its_level(tmp_path: Path) -> None:
+    model = gact_fx.compile(Mixed(), config="L2.1", inner="eager", sample_batches=[mixed_batch()])
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.budget_bits == 3
+    plan.save(tmp_path / "plan.json")
+    for path in (tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        assert gact_fx.inspect(gact_fx.compile(Mixed(), inner="eager", plan=path)).plan == plan
+    # Given explicitly, the default seed counts as well.
+    other = gact_fx.compile(Mixed(), inner="eager", plan=plan.reseeded(7), seed=0)
+    assert gact_fx.inspect(other).plan == plan.reseeded(0)
+
+
+def test_all_errors_have_one_base_class(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    model = gact_fx.compile(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), inner="eager")
+    x = torch.randn(64, 64, requires_grad=True)
+    once = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (TypeError, lambda: gact_fx.compile(3)),  # type: ignore[type-var]
+        (ValueError, lambda: gact_fx.compile(Mixed(), seed=-1)),
+        (ValueError, lambda: gact_fx.inspect(Mixed())),
+        (ValueError, lambda: gact_fx.measure_gradient_error(Mixed(), [mixed_batch()])),
+        (ValueError, lambda: gact_fx.Plan.load(tmp_path / "plan.json")),
+        (ValueError, lambda: gact_fx.Config.from_level("L9")),
+        (RuntimeError, lambda: once.sum().backward()),
+    ]
+    for kind, call in calls:
+        with pytest.raises(gact_fx.GactError) as caught:
+            call()
+        assert isinstance(caught.value, kind)
 
 
 def test_an_explicit_budget_overrides_the_config() -> None:
@@ -263,6 +320,15 @@ with torch.no_grad():
 def test_backend_by_name_names_bad_options() -> None:
     with warnings.catch_warnings(), pytest.raises(Exception, match="unknown option 'bits'"):
         torch.compile(lambda x: x.sin(), backend="gact", options={"bits": 4})(torch.randn(3, requires_grad=True))
+
+
+def test_backend_by_name_profiles_again_and_goes_on() -> None:
+    """What it compiled for either kind of step lives on while the other kind runs."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    compiled = torch.compile(model, backend="gact", options={"inner": "eager", "profile_every": 3})
+    for _ in range(10):
+        compiled(torch.randn(64, 16)).square().sum().backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
 
 
 def test_profiling_is_silent_when_not_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,8 @@ class EagerRegions:
                 self._is_off, self._passes, self._planned_passes = True, [], []
                 log.warning(
                     "torch.func runs in eager PyTorch between compiled graphs, and admits no saved-tensor hooks: what "
-                    "is saved there stays exact from now on; this forward pass was begun twice"
+                    "is saved there stays exact from now on; this forward pass was begun twice. "
+                    'TORCH_LOGS="graph_breaks" names the line that keeps it out of the graphs'
                 )
             finally:
                 self._call = self._frame = None

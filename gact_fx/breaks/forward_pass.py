@@ -12,6 +12,7 @@ from gact_fx.breaks.autograd_nodes import Treatment, Use
 from gact_fx.breaks.graph_holdings import GraphHoldings, Storages
 from gact_fx.codec.code import Code
 from gact_fx.codec.packed_tensors import Packed
+from gact_fx.errors import StepError
 from gact_fx.graphs.tensors import StorageWeakRef, storage_key, version
 
 # What makes of a parameter what is as large, and the same in every step but for the parameter's own change.
@@ -71,7 +72,7 @@ class Held:
         if not isinstance(self.value, Packed):
             if self.is_modified():
                 # PyTorch's own check does not see through hooks.
-                raise RuntimeError(
+                raise StepError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a {tuple(self.value.shape)} tensor is at version {version(self.value)}, expected {self.version}; "
                     "change it after backward, or a clone of it"

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
+from gact_fx.errors import UsageError
+
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.
@@ -57,38 +59,38 @@ def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask
 def check_rounding(op: str, rounding: str, bits: int) -> None:
     """Raise ValueError unless ``rounding`` is one that codes of this width can have; ``op`` names the caller."""
     if rounding not in ROUNDINGS:
-        raise ValueError(f"gact_fx.{op}: rounding must be one of {ROUNDINGS}, got {rounding!r}")
+        raise UsageError(f"gact_fx.{op}: rounding must be one of {ROUNDINGS}, got {rounding!r}")
     if rounding == "dither" and bits == BFLOAT16_BITS:
-        raise ValueError(f"gact_fx.{op}: rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'")
+        raise UsageError(f"gact_fx.{op}: rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'")
 
 
 def _check_codes(op: str, dtype: torch.dtype, bits: int, group_size: int, rounding: str) -> None:
     if dtype in INTEGER_DTYPES:
         if dtype != torch.bool and not 1 <= bits <= 16:
-            raise ValueError(f"gact_fx.{op}: bits must lie in [1, 16] for integers, got {bits}")
+            raise UsageError(f"gact_fx.{op}: bits must lie in [1, 16] for integers, got {bits}")
         return
     if bits == BFLOAT16_BITS and dtype != torch.float32:
-        raise ValueError(f"gact_fx.{op}: 16 bits (bfloat16) are for float32 tensors, got {dtype}")
+        raise UsageError(f"gact_fx.{op}: 16 bits (bfloat16) are for float32 tensors, got {dtype}")
     if not 1 <= bits <= 8 and bits != BFLOAT16_BITS:
-        raise ValueError(f"gact_fx.{op}: bits must lie in [1, 8], or be 16 for bfloat16, got {bits}")
+        raise UsageError(f"gact_fx.{op}: bits must lie in [1, 8], or be 16 for bfloat16, got {bits}")
     if not 32 <= group_size <= 1024 or group_size & (group_size - 1):
-        raise ValueError(f"gact_fx.{op}: group_size must be a power of two in [32, 1024], got {group_size}")
+        raise UsageError(f"gact_fx.{op}: group_size must be a power of two in [32, 1024], got {group_size}")
     check_rounding(op, rounding, bits)
 
 
 def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None, rounding: str) -> None:
     """Raise ValueError unless the arguments of ``compress`` fit each other."""
     if x.dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
-        raise ValueError(f"gact_fx.compress: dtype must be {_DTYPES}, got {x.dtype}")
+        raise UsageError(f"gact_fx.compress: dtype must be {_DTYPES}, got {x.dtype}")
     if x.dtype == torch.bool and bits != 1:
-        raise ValueError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
+        raise UsageError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
     if x.dtype in INTEGER_DTYPES and mask is not None:
-        raise ValueError("gact_fx.compress: mask must be None where the tensor is a mask or integer itself")
+        raise UsageError("gact_fx.compress: mask must be None where the tensor is a mask or integer itself")
     _check_codes("compress", x.dtype, bits, group_size, rounding)
     if mask is not None and mask.dtype not in MASK_DTYPES:
-        raise ValueError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")
+        raise UsageError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")
     if mask is not None and mask.device != x.device:
-        raise ValueError(f"gact_fx.compress: mask must lie on {x.device}, got {mask.device}")
+        raise UsageError(f"gact_fx.compress: mask must lie on {x.device}, got {mask.device}")
 
 
 def check_decompress(
@@ -96,7 +98,7 @@ def check_decompress(
 ) -> None:
     """Raise ValueError unless the arguments of ``decompress`` fit each other; sizes against bytes are not compared."""
     if blob.dtype != torch.uint8 or blob.dim() != 1:
-        raise ValueError(f"gact_fx.decompress: blob must be a 1-D uint8 tensor, got {blob.dim()}-D {blob.dtype}")
+        raise UsageError(f"gact_fx.decompress: blob must be a 1-D uint8 tensor, got {blob.dim()}-D {blob.dtype}")
     if dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
-        raise ValueError(f"gact_fx.decompress: dtype must be {_DTYPES}, got {dtype}")
+        raise UsageError(f"gact_fx.decompress: dtype must be {_DTYPES}, got {dtype}")
     _check_codes("decompress", dtype, bits, group_size, rounding)

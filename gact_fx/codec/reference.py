@@ -25,6 +25,7 @@ from gact_fx.codec.layout import (
     group_count,
     metadata_nbytes,
 )
+from gact_fx.errors import UsageError
 from gact_fx.graphs.operators import assert_async
 
 _CHUNK = 1 << 20  # elements; a temporary of 32-bit words then takes 4 MiB
@@ -63,11 +64,11 @@ def decompress(
     """Decompress a blob; `gact_fx.ops.decompress` tells shapes, dtypes and errors."""
     check_decompress(blob, size, dtype, bits, group_size, rounding)
     if any(extent < 0 for extent in size):
-        raise ValueError(f"gact_fx.decompress: size must not be negative, got {list(size)}")
+        raise UsageError(f"gact_fx.decompress: size must not be negative, got {list(size)}")
     numel = math.prod(size)
     nbytes = blob_nbytes(numel, dtype, bits, group_size)
     if blob.numel() < nbytes:
-        raise ValueError(
+        raise UsageError(
             f"gact_fx.decompress: blob must have at least {nbytes} bytes for size {list(size)}, got {blob.numel()}"
         )
     code = _code_for(dtype, bits, group_size, seed, rounding)
@@ -206,6 +207,6 @@ def _check_range(values: Tensor, bits: int) -> None:
     message = f"gact_fx.compress: integers must lie in [0, {1 << bits}) at {bits} bits"
     if values.device.type == "cpu":
         if not inside:
-            raise ValueError(f"{message}, got values from {int(low)} to {int(high)}")
+            raise UsageError(f"{message}, got values from {int(low)} to {int(high)}")
     else:  # without waiting for the device
         assert_async(inside, message)

@@ -55,7 +55,7 @@ def measure_gradient_error(
     """
     session = _session(model)
     if not isinstance(draws, int) or isinstance(draws, bool) or draws < 2:
-        raise ValueError(f"{_WHO}: draws must be a whole number of at least 2, got {draws!r}; a variance takes two")
+        raise UsageError(f"{_WHO}: draws must be a whole number of at least 2, got {draws!r}; a variance takes two")
     loss_fn = loss_fn or default_loss
     backend = _BothWays(session)
     sums = {p: GradientMoments(name, p) for name, p in model.named_parameters() if p.requires_grad}
@@ -79,9 +79,9 @@ def measure_gradient_error(
             for entry in sums.values():
                 entry.finish_batch()
     if not count:
-        raise ValueError(f"{_WHO}: batches is empty, got no batch; give at least one")
+        raise UsageError(f"{_WHO}: batches is empty, got no batch; give at least one")
     if not backend.has_run:
-        raise ValueError(
+        raise UsageError(
             f"{_WHO}: torch.compile captured no graph with a gradient, got nothing to measure; run with "
             'TORCH_LOGS="graph_breaks" to see why'
         )
@@ -167,7 +167,7 @@ def _session(model: object) -> Session:
         problem = "have a plan, got one without; run a training step, or compile it with sample_batches"
     else:
         return session
-    raise ValueError(f"{_WHO}: model must {problem}")
+    raise UsageError(f"{_WHO}: model must {problem}")
 
 
 def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> torch.Tensor:
@@ -180,8 +180,8 @@ def _loss(loss_fn: LossFunction, model: nn.Module, batch: Any, index: int) -> to
         line = first_line(cause)
         if isinstance(cause, UsageError):
             # Checks that are shared with compile(), and name it.
-            raise ValueError(f"{_WHO}: {line.partition(': ')[2]}") from error
-        raise ValueError(
+            raise UsageError(f"{_WHO}: {line.partition(': ')[2]}") from error
+        raise UsageError(
             f"{_WHO}: batch {index} failed, got {type(cause).__name__}: {line}; every {WHAT_BATCHES_ARE}"
         ) from error
     return loss
@@ -192,7 +192,7 @@ def _check_losses(losses: list[float], index: int) -> None:
     far = [loss for loss in losses if not math.isclose(loss, losses[0], rel_tol=_SAME_LOSS, abs_tol=1e-12)]
     if not math.isfinite(losses[0]) or far:
         found = f"{losses[0]:.6g} and then {far[0]:.6g}" if far and math.isfinite(losses[0]) else f"{losses[0]}"
-        raise ValueError(
+        raise UsageError(
             f"{_WHO}: the loss of batch {index} must be finite and the same for equal seeds of torch, got {found}; "
             "draw random numbers from torch, and keep no state between calls"
         )

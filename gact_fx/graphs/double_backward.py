@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from gact_fx.errors import StepError
 from gact_fx.graphs.trees import tree_leaves
 
 # Behind an output that is a view, or an input written to, there are nodes of autograd's own.
@@ -64,4 +65,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arriving: torch.Tensor) -> None:
-        raise RuntimeError(_MESSAGE)
+        raise StepError(_MESSAGE)

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -42,15 +43,20 @@ def compile_apart(
 
     Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
     these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
+
+    A backend and the graphs that it compiles live as long as what is returned, although Dynamo's caches last.
     """
     can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     if can_isolate:
         options["isolate_recompiles"] = True
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, **options)
+    owner = None if isinstance(backend, str) else _Owner(backend)
+    compiled: Any = torch.compile(function, backend=backend if owner is None else owner.lent(), **options)
+    # Past the __setattr__ of a compiled module, which hands on to the module itself.
+    vars(compiled)["owner"] = owner
     is_held_back = generation > 1 and not can_isolate
     silent = _said_once()
     if not is_held_back and not silent:
-        return compiled
+        return cast(Callable[..., Any], compiled)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,6 +67,33 @@ def compile_apart(
             return compiled(*args, **kwargs)
 
     return call
+
+
+class _Owner:
+    """Owns a backend and the graphs that it compiled; Dynamo, which forgets nothing, gets functions that look here."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+        self._graphs: list[Callable[..., Any]] = []
+
+    def lent(self) -> Callable[..., Any]:
+        """The backend for Dynamo."""
+        owner = weakref.ref(self)
+
+        def compile(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            found = owner()
+            assert found is not None, "nothing runs code that was compiled for another owner"
+            found._graphs.append(found._backend(*args, **kwargs))
+            index = len(found._graphs) - 1
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                found = owner()
+                assert found is not None, "nothing runs code that was compiled for another owner"
+                return found._graphs[index](*args, **kwargs)
+
+            return call
+
+        return compile
 
 
 def _said_once() -> set[Callable[..., Any]]:
@@ -81,7 +114,11 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Have calls of ``module`` run ``call``, hooks included; None: its own code."""
-    module._compiled_call_impl = call  # type: ignore[assignment, unused-ignore]
+    if call is None:
+        # The class has the None.
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call  # type: ignore[assignment, unused-ignore]
 
 
 def own_call(module: nn.Module, name: str) -> Callable[..., Any]:

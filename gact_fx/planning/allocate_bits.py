@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from gact_fx.codec.code import Code
+from gact_fx.errors import UsageError
 
 # Totals of variances are compared to this relative accuracy, so that a bound that is itself such a total can be met
 # in whatever order it was summed.
@@ -68,13 +69,13 @@ def fewest_bytes(menus: Sequence[Menu], max_variance: float) -> list[Choice]:
 
 def _check(op: str, menus: Sequence[Menu], name: str, limit: float) -> None:
     if math.isnan(limit):
-        raise ValueError(f"gact_fx.{op}: {name} must be a number, got {limit}; pass math.inf for no limit")
+        raise UsageError(f"gact_fx.{op}: {name} must be a number, got {limit}; pass math.inf for no limit")
     for index, menu in enumerate(menus):
         if not menu:
-            raise ValueError(f"gact_fx.{op}: every menu needs a choice, got none in menu {index}; leave the tensor out")
+            raise UsageError(f"gact_fx.{op}: every menu needs a choice, got none in menu {index}; leave the tensor out")
         for choice in menu:
             if not (0 <= choice.nbytes < math.inf and 0 <= choice.variance < math.inf):
-                raise ValueError(
+                raise UsageError(
                     f"gact_fx.{op}: nbytes and variance must be finite and not negative, got {choice} in menu {index}; "
                     "leave the choice out"
                 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
+from gact_fx.errors import UsageError
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, signature, tensor_seed
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
@@ -123,7 +124,7 @@ def _choose(
         return [_fixed(menu, int(config.budget_bits)) for menu in menus]
     if config.max_gradient_noise is not None:
         if minibatch_variance is None:
-            raise ValueError(
+            raise UsageError(
                 "gact_fx.compile: max_gradient_noise needs the variance of the minibatch gradient, and this model gave "
                 "none; pass budget_bits instead"
             )
@@ -131,6 +132,7 @@ def _choose(
         limit = config.max_gradient_noise * minibatch_variance / max((1.0, *(graph.correction for graph in graphs)))
         return fewest_bytes(menus, limit)
     if config.budget_bytes is not None:
+        assert isinstance(config.budget_bytes, int), "a share is of what the caller knows"
         fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
         least = fixed + sum(min(choice.nbytes for choice in menu) for menu in menus)
         if least > config.budget_bytes and warns:

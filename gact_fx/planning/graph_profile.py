@@ -15,6 +15,7 @@ class GraphProfile:
 
     ``excess`` has by how many times codes of a tensor were found to add more than that, together with others';
     ``correction`` is what all codes of a plan together added, as a share of what was predicted with the excess.
+    ``plain_nbytes`` is what a run holds for backward under plain torch.compile, 0 where nobody asks for it.
     """
 
     analysis: GraphAnalysis
@@ -22,6 +23,7 @@ class GraphProfile:
     runs: int = 1
     excess: dict[str, float] = field(default_factory=dict)
     correction: float = 1.0
+    plain_nbytes: int = 0
 
     def exceed(self, key: str, factor: float) -> None:
         """Codes of a tensor add ``factor`` times what is known so far."""
@@ -46,6 +48,7 @@ def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProf
     for profiles in several:
         for key, profile in profiles.items():
             known = found.setdefault(key, GraphProfile(profile.analysis, correction=profile.correction))
+            known.plain_nbytes = max(known.plain_nbytes, profile.plain_nbytes)
             known.runs = max(known.runs, profile.runs)
             known.correction = max(known.correction, profile.correction)
             for name, factor in profile.excess.items():

@@ -237,7 +237,8 @@ class Recorder:
             self._has_warned = True
             log.warning(
                 "%s, which runs between the compiled graphs: what rounding behind it does to parameters before it is "
-                "not measured, and widths may be chosen poorly", "; ".join(breaks),
+                "not measured, and widths may be chosen poorly. Move it out of the model, or into a graph "
+                '(TORCH_LOGS="graph_breaks" names the line), or give more budget_bits', "; ".join(breaks),
             )  # fmt: skip
         return self._tape.steps()
 

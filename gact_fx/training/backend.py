@@ -12,6 +12,7 @@ from torch import fx
 
 from gact_fx.breaks.graph_holdings import noting_holdings
 from gact_fx.config import Config
+from gact_fx.errors import UsageError
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_graph, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
@@ -168,6 +169,8 @@ def run_states(
             return compile(Backend(session, recorder=again))
         return compile(uncompressed(session.config.inner))
 
+    for recorder in (first, again):
+        lifecycle.at_close(recorder.stop)
     lifecycle.run(compiled)
 
 
@@ -189,12 +192,12 @@ def gact(
     config = Config.from_options({"mode": mode, **(options or {})})
     for name in ("dynamic", "fullgraph"):
         if getattr(config, name) != getattr(Config, name):
-            raise ValueError(f"gact_fx.compile: beside backend='gact', give {name} to torch.compile itself")
+            raise UsageError(f"gact_fx.compile: beside backend='gact', give {name} to torch.compile itself")
     if config.budget_bits is None or not torch.is_grad_enabled():
         compiler = lookup_backend(uncompressed(config.inner))
         changes = {"config_patches": config.inductor_patches} if config.inner == "inductor" else {}
         return cast(Compiled, compiler(module, list(example_inputs), **changes))
-    session = Session(config)
+    session = Session(config, title="a graph of backend='gact'")
     # The first one is compiled where Dynamo asks for it; the inputs of that call are not to outlive it.
     at_once = [(fx.GraphModule(module, copy.deepcopy(module.graph)), example_inputs)]
     generations = count(0)

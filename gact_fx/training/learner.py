@@ -4,11 +4,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gact_fx.errors import first_line
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import LeafGradients
 from gact_fx.profiling.tape import Step
 from gact_fx.training.session import Session
-from gact_fx.training.usage_error import first_line
 
 log = logging.getLogger("gact_fx")
 # Steps until a plan is made without knowing how much the gradient varies.
@@ -71,9 +71,9 @@ class Learner:
         if self._steps_waited < MAX_STEPS_WAITED:
             return True
         log.warning(
-            "max_gradient_noise=%g cannot be kept: of %d steps, no two in a row had gradients of the same "
-            "parameters, which would tell how much they vary; planning for budget_bits=%g instead",
-            bound, self._steps_waited, budget,
+            "%s: max_gradient_noise=%g cannot be kept: of %d steps, no two in a row had gradients of the same "
+            "parameters, which would tell how much they vary; planning for budget_bits=%g instead. Two sample_batches "
+            "tell as well", self._session.title, bound, self._steps_waited, budget,
         )  # fmt: skip
         self._session.config = replace(self._session.config, max_gradient_noise=None)
         return False
@@ -83,12 +83,13 @@ class Learner:
         self._not_finite += 1
         if self._session.plan is None and self._not_finite >= MAX_NOT_FINITE:
             log.warning(
-                "%d steps in a row had NaN or infinity in their gradients; training goes on uncompressed. If its "
-                "gradients are finite then, please report this", self._not_finite,
+                "%s: %d steps in a row had NaN or infinity in their gradients; training goes on uncompressed. If its "
+                "gradients are finite then, please report this", self._session.title, self._not_finite,
             )  # fmt: skip
             self._session.lifecycle.failed()
         else:
-            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            title = self._session.title
+            log.warning("%s: the sample step has NaN or infinity in its gradients; sampling another one", title)
 
     def _report_failure(self, error: BaseException) -> None:
         """Say that a step of training could not be profiled, and how training goes on."""
@@ -99,7 +100,8 @@ class Learner:
         if self._session.plan is not None:
             outcome = "training goes on with the plan it has"
         log.warning(
-            "profiling a training step failed with %s: %s; %s", type(error).__name__, first_line(error), outcome
-        )
+            "%s: profiling a training step failed with %s: %s; %s",
+            self._session.title, type(error).__name__, first_line(error), outcome,
+        )  # fmt: skip
         if gives_up:
             self._session.lifecycle.failed()

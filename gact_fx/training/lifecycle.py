@@ -48,6 +48,10 @@ class Lifecycle:
         self._running: Callable[..., Any] | None = None
         self._before_calls: list[Callable[[], None]] = []
         self._original: Callable[..., Any] | None = None
+        # What calling the model ran before it was compiled, None: its own code.
+        self.replaces: Callable[..., Any] | None = None
+        self._at_close: list[Callable[[], None]] = []
+        self._is_closed = False
 
     @property
     def state(self) -> State:
@@ -59,7 +63,7 @@ class Lifecycle:
         self._compiled = {self._state: compile(self._state)}
 
     def stands_for(self, original: Callable[..., Any]) -> None:
-        """Have ``torch.export`` see ``original``, whatever the state."""
+        """Have ``torch.export`` see ``original``, whatever the state, and run it when this is closed."""
         self._original = original
 
     def before_calls(self, call: Callable[[], None]) -> None:
@@ -71,8 +75,24 @@ class Lifecycle:
         if self._compile is not None:
             self._compiled[self._state] = self._compile(self._state)
 
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Have ``call()`` run when this is closed."""
+        self._at_close.append(call)
+
+    def close(self) -> None:
+        """Forget all that was compiled; whoever calls this still runs the original, and nothing changes the state."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for call in self._at_close:
+            call()
+        self._compile, self._before_call, self._at_close = None, lambda: None, []
+        self._compiled = {} if self._original is None else {self._state: self._original}
+
     def planned(self) -> None:
         """There is a plan, or another one."""
+        if self._is_closed:
+            return
         again = self._compiled.get(State.PROFILING_AGAIN)
         self._compiled = {State.PROFILING_AGAIN: again} if again is not None else {}
         self._enter(State.PLANNED)
@@ -80,11 +100,13 @@ class Lifecycle:
     def profile_again(self, is_due: bool) -> None:
         """The next step is to be profiled, or, where it is not ``is_due``, to run the plan."""
         state = State.PROFILING_AGAIN if is_due else State.PLANNED
-        if state is not self._state:
+        if state is not self._state and not self._is_closed:
             self._enter(state)
 
     def failed(self) -> None:
         """There will be no plan."""
+        if self._is_closed:
+            return
         self._compiled.pop(State.PROFILING, None)
         self._enter(State.FAILED)
 

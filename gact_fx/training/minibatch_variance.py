@@ -9,10 +9,10 @@ from torch.autograd.function import BackwardCFunction
 
 from gact_fx.breaks.autograd_nodes import nodes_of
 from gact_fx.codec.packed_tensors import compressed_saved_tensors
+from gact_fx.errors import first_line
 from gact_fx.graphs.trees import tree_leaves, tree_map
 from gact_fx.profiling.gradients import are_finite, sketch, squared_norm
 from gact_fx.training.session import log
-from gact_fx.training.usage_error import first_line
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Gradients = dict[torch.Tensor, torch.Tensor]

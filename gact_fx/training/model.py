@@ -37,6 +37,11 @@ def sessions_within(model: object) -> dict[str, Session]:
     return outermost
 
 
+def compiled_module(model: nn.Module) -> nn.Module | None:
+    """The first module of a model, in the order of its names, that was compiled itself, or copied from one that was."""
+    return next((module for module in model.modules() if _ATTRIBUTE in vars(module)), None)
+
+
 def is_copy(model: object, session: Session) -> bool:
     """Whether a model with a session runs as if it had none: copies of modules keep what was planned, and no code."""
     if not isinstance(model, nn.Module):
@@ -60,6 +65,35 @@ def owned_by(model: Callable[..., Any]) -> list[torch.Tensor]:
     return [x for module in modules_of(unwrapped(model)) for x in (*module.parameters(), *module.buffers())]
 
 
+def restore(model: Any) -> Any:
+    """Undo what `Target.install` did to a model and to all modules in it; None where it did nothing.
+
+    Returns the model; of a compiled function, the function.
+    """
+    if isinstance(model, _CompiledFunction):
+        session = vars(model).pop(_ATTRIBUTE, None)
+        if isinstance(session, Session):
+            session.lifecycle.close()
+        return model.__wrapped__
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    # All of them: one in DDP may have been compiled with DDP, or before.
+    found = [_restore_module(module) for module in modules]
+    return model if any(found) else None
+
+
+def _restore_module(module: nn.Module) -> bool:
+    session, call = vars(module).pop(_ATTRIBUTE, None), compiled_call(module)
+    if not isinstance(session, Session) and not isinstance(call, Lifecycle):
+        return False
+    if isinstance(call, Lifecycle):
+        set_compiled_call(module, call.replaces)
+        call.close()
+    if isinstance(session, Session):
+        session.lifecycle.close()
+    unguard(module)
+    return True
+
+
 class Target:
     """The model as the caller holds it: a module compiled in place, or a function behind a callable of ours."""
 
@@ -74,10 +108,14 @@ class Target:
 
     def install(self) -> None:
         """Have the model run what its session says."""
+        lifecycle = self._session.lifecycle
         if isinstance(self._original, nn.Module):
-            set_compiled_call(self._original, self._session.lifecycle)
-            self._session.lifecycle.stands_for(own_call(self._original, f"call_{id(self)}"))
+            lifecycle.replaces = self._before.replaces if isinstance(self._before, Lifecycle) else self._before
+            set_compiled_call(self._original, lifecycle)
+            lifecycle.stands_for(own_call(self._original, f"call_{id(self)}"))
             guard(self._original)
+        else:
+            lifecycle.stands_for(self._original)
         # Past nn.Module.__setattr__: a session is no submodule, and must not be pickled as one.
         object.__setattr__(self.model, _ATTRIBUTE, self._session)
 
@@ -114,7 +152,10 @@ class Target:
             object.__delattr__(self.model, _ATTRIBUTE)
             if self._session_before is not None:
                 object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
-            log.warning("profiling failed with %s: the model is as it was before compile()", type(error).__name__)
+            log.warning(
+                "%s: profiling failed with %s: the model is as it was before compile()",
+                self._session.title, type(error).__name__,
+            )  # fmt: skip
             raise
 
 

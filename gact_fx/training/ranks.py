@@ -17,9 +17,12 @@ from weakref import WeakSet
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from gact_fx.errors import StepError
 from gact_fx.graphs.dynamo import active_ddp
-from gact_fx.training.session import Sample, Session, log
+from gact_fx.training.sample import Sample
+from gact_fx.training.session import Session, log
 
 # Until it is said that other ranks are waited for, and until they are given up (PyTorch's own default for gloo).
 SECONDS_IN_SILENCE = 60.0
@@ -40,6 +43,7 @@ class Ranks:
         self._modules = modules
         self._group: dist.ProcessGroup | None = None
         self._hooked: WeakSet[nn.Module] = WeakSet()
+        self._handles: list[RemovableHandle] = []
         # Since there is the present plan, with the present one.
         self._steps = 0
         self._is_over = False
@@ -64,6 +68,13 @@ class Ranks:
             # A pass that the other ranks know nothing of; within DDP its hook says that it is a step after all.
             self.in_step = False
 
+    def release(self) -> None:
+        """Watch no DDP module any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._group = None
+
     def _watch(self, ddp: Any) -> None:
         if ddp in self._hooked:
             return
@@ -74,7 +85,7 @@ class Ranks:
             if self.in_step:
                 self._begin(lambda: dist.get_process_group_ranks(ddp.process_group))
 
-        ddp.register_forward_pre_hook(begin)
+        self._handles.append(ddp.register_forward_pre_hook(begin))
         if active_ddp() is ddp:
             begin()
 
@@ -105,7 +116,10 @@ class Ranks:
             self._is_over = True
             session.lifecycle.failed()
         elif len(missing) < len(samples):
-            log.warning("rank %s could not profile its step; the next one is", ", ".join(map(str, missing)))
+            log.warning(
+                "%s: rank %s could not profile its step; the next one is profiled instead",
+                session.title, ", ".join(map(str, missing)),
+            )  # fmt: skip
 
     def _gather(self, mine: Sample) -> list[Sample]:
         """What all ranks bring, in their order."""
@@ -120,7 +134,7 @@ class Ranks:
         try:
             dist.all_gather_object(found, mine, group=self._group)
         except RuntimeError as error:
-            raise RuntimeError(
+            raise StepError(
                 f"gact_fx: not all ranks began the same training step within {TIMEOUT}; a model that not all ranks run "
                 "in every step cannot be planned together: pass the same plan= on all of them, compiled before DDP"
             ) from error

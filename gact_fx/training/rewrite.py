@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
+from gact_fx.errors import UsageError
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
-from gact_fx.training.usage_error import UsageError
 
 log = logging.getLogger("gact_fx")
 # What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
@@ -26,7 +26,8 @@ class RewrittenGraph:
 
     ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
     compiler. ``swapped`` are the slots whose blobs these move to host memory. ``exact`` are the graphs before anything
-    was stored in codes, where a pass has kept them.
+    was stored in codes, where a pass has kept them. ``plain_nbytes`` is what the graph would hold for backward under
+    plain torch.compile, 0 where nobody asks for it.
     """
 
     pair: GraphPair
@@ -36,13 +37,16 @@ class RewrittenGraph:
     stages: tuple[Stage, ...]
     swapped: frozenset[str] = frozenset()
     exact: GraphPair | None = None
+    plain_nbytes: int = 0
 
 
 def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> RewrittenGraph:
     """Cut ``joint`` and rewrite the pair by ``passes``."""
     done = run_passes(passes, replace(context, joint=joint))
     assert done.pair is not None and done.replayable is not None
-    return RewrittenGraph(done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact)
+    return RewrittenGraph(
+        done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact, done.plain_nbytes
+    )
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:
@@ -82,8 +86,11 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
                 f"gact_fx.compile: the plan does not fit this model: {differences(plan, analysis.saved)}; "
                 "profile again with sample_batches, or compile without plan="
             )
-        remedy = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
-        log.warning("graph %s was not profiled: %s", key, remedy)
+        outcome = "all its tensors get one width" if found is None else "it runs the plan of the nearest one"
+        log.warning(
+            "a graph that saves %s was not profiled: %s; sample_batches that run it, or profile_every, have it planned",
+            _named(analysis), outcome,
+        )  # fmt: skip
     assert config.budget_bits is not None
     alone = replace(
         config,
@@ -101,3 +108,9 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
         entry = known.get(tensor.key, others[tensor.key])
         chosen.append(entry if how.admits(tensor, entry) else others[tensor.key])
     return GraphPlan(key, tuple(chosen), found.saved, found.runs)
+
+
+def _named(analysis: GraphAnalysis) -> str:
+    """The tensors of a graph whose widths are to be chosen, by the first and the last."""
+    names = [f"{tensor.op} in {tensor.module}" if tensor.module else tensor.op for tensor, _ in analysis.quantized()]
+    return names[0] if len(names) == 1 else f"{len(names)} tensors, from {names[0]} to {names[-1]},"

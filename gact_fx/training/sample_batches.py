@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gact_fx.errors import UsageError, first_line
 from gact_fx.graphs.dynamo import is_of_backend
 from gact_fx.profiling.gradients import are_finite, squared_norm
 from gact_fx.profiling.recorder import Recorder
@@ -22,7 +23,6 @@ from gact_fx.training.minibatch_variance import (
 )
 from gact_fx.training.progress import profiling_bar
 from gact_fx.training.session import Session, log
-from gact_fx.training.usage_error import UsageError, first_line
 
 # More say little more, and take as long as several steps of training each.
 MOST_BATCHES = 8
@@ -81,10 +81,12 @@ def profile_batches(
                 latest = session.measure(steps, bar)
                 finite = finite if latest is None else (batch, latest.sensitivities)
             else:
-                log.warning("sample batch %d has NaN or infinity in its gradients; it is left out", count - 1)
+                log.warning(
+                    "%s: sample batch %d has NaN or infinity in its gradients; it is left out", session.title, count - 1
+                )
             del steps, gradients
     if not count:
-        raise ValueError(
+        raise UsageError(
             "gact_fx.compile: sample_batches is empty; give at least one batch, or leave it out to profile on the "
             "first training step"
         )
@@ -92,7 +94,7 @@ def profile_batches(
         _leave_to_eager(session, recorder)
         return
     if not session.profiles:
-        raise ValueError(_no_gradient(uncompiled, batch, loss_fn))
+        raise UsageError(_no_gradient(uncompiled, batch, loss_fn))
     variance = noise.variance()
     if variance is None:
         variance = variance_by_halves(uncompiled, batch, loss_fn, noise.mean)
@@ -134,7 +136,7 @@ def _loss(model: Any, batch: Any, loss_fn: LossFunction, index: int) -> torch.Te
     except Exception as error:
         if is_of_backend(error):
             raise
-        raise ValueError(
+        raise UsageError(
             f"gact_fx.compile: sample batch {index} failed with {type(error).__name__}: {first_line(error)}; every "
             f"sample {WHAT_BATCHES_ARE}"
         ) from error
@@ -142,9 +144,10 @@ def _loss(model: Any, batch: Any, loss_fn: LossFunction, index: int) -> torch.Te
 
 def _leave_to_eager(session: Session, recorder: Recorder) -> None:
     log.warning(
-        "torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; what eager "
-        'PyTorch saves is compressed by eager_bits alone (TORCH_LOGS="graph_breaks" says why)'
-    )
+        "%s: torch.compile captured no graph with a gradient from the sample batches, so that no plan is made; what "
+        'eager PyTorch saves is stored in budget_bits alone. TORCH_LOGS="graph_breaks" says which line to change',
+        session.title,
+    )  # fmt: skip
     recorder.stop()
     session.lifecycle.failed()
 
@@ -163,7 +166,7 @@ def _no_gradient(uncompiled: Uncompiled, batch: Any, loss_fn: LossFunction) -> s
 def iterate(batches: Iterable[Any], argument: str) -> Iterator[Any]:
     """``iter(batches)``; raises ValueError for ``argument`` (function and name) where these are one batch."""
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        raise ValueError(
+        raise UsageError(
             f"{argument} must be an iterable of batches, got one {type(batches).__name__}; wrap it in a list"
         )
     return iter(batches)

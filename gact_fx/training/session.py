@@ -3,12 +3,13 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
+from gact_fx.options import allowed_nbytes
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
@@ -19,26 +20,14 @@ from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
 from gact_fx.training.check_plan import MeasuredStep, check_plan
 from gact_fx.training.lifecycle import Lifecycle, State
-from gact_fx.training.progress import profiling_bar, say, sizes
+from gact_fx.training.progress import profiling_bar, say, say_planned, sizes
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
+from gact_fx.training.sample import Sample
 
 log = logging.getLogger("gact_fx")
 # Steps that are profiled because the plan was made without a graph that they run.
 MOST_AFTERTHOUGHTS = 3
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
-
-    profiles: dict[str, GraphProfile]
-    # What its eager regions hold for backward.
-    eager_nbytes: int
-    minibatch_variance: float | None
-    max_gradient_noise: float | None
-    plan: Plan | None
-    has_failed: bool
 
 
 class Session:
@@ -47,8 +36,15 @@ class Session:
     passes: Sequence[Pass] = PIPELINE
 
     def __init__(
-        self, config: Config, model: str = "", plan: Plan | None = None, eager_regions: EagerRegions | None = None
+        self,
+        config: Config,
+        model: str = "",
+        plan: Plan | None = None,
+        eager_regions: EagerRegions | None = None,
+        title: str = "the model",
     ) -> None:
+        # What messages call the model.
+        self.title = title
         self.config = config
         self.model = model
         self.plan = plan
@@ -57,6 +53,8 @@ class Session:
         self.graphs: list[RewrittenGraph] = []
         # The fingerprints of all graphs that were rewritten, those for profiling included.
         self.rewritten: list[str] = []
+        # What graphs would hold under plain torch.compile, by their fingerprints.
+        self._plain_nbytes: dict[str, int] = {}
         self.eager_regions = eager_regions
         self.run_counts = RunCounts(eager_regions)
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -97,12 +95,13 @@ class Session:
         graph = rewrite(joint, context, self.passes)
         self.rewritten.append(graph.plan.fingerprint)
         if profiling:
+            self._plain_nbytes.setdefault(graph.plan.fingerprint, graph.plain_nbytes)
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:
             log.warning(
-                "swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
-                "codes is on one (those of the CPU are in host memory already)"
-            )
+                "%s: swap=True does nothing here: it moves codes from a CUDA device to host memory, and none of these "
+                "codes is on one (those of the CPU are in host memory already); leave it out", self.title,
+            )  # fmt: skip
         self.graphs.append(graph)
         return graph
 
@@ -122,6 +121,8 @@ class Session:
         if self.is_unforeseen(graph) and graph.plan.fingerprint not in self._running:
             # What ran before may not run any more: the model may have changed from evaluation to training.
             self._running.clear()
+        elif not self._running:
+            say(f"{self.title}: training by the plan, in {len(self.graphs)} compiled graphs")
         self._running.add(graph.plan.fingerprint)
         self.profile_unforeseen()
 
@@ -131,7 +132,7 @@ class Session:
             return
         if any(graph.plan.fingerprint in self._running and self.is_unforeseen(graph) for graph in self.graphs):
             self._afterthoughts += 1
-            say("the plan was made without a graph that runs now; the next step is profiled")
+            say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
 
     def cache_key(self) -> str:
@@ -143,12 +144,16 @@ class Session:
     def measure(self, steps: Sequence[Step], bar: Any = None) -> MeasuredStep | None:
         """Add the sensitivities of one training step to the profiles; None where its gradients are not finite."""
         if not all(step.is_finite for step in steps):
-            log.warning("the sample step has NaN or infinity in its gradients; sampling another one")
+            log.warning("%s: the sample step has NaN or infinity in its gradients; sampling another one", self.title)
             return None
+        if not self.profiles:
+            count = sum(len(step.analysis.quantized()) for step in steps)
+            say(f"{self.title}: profiling {count} saved tensors in {len(steps)} graphs")
         profiles = []
         for step in steps:
             key = graph_fingerprint(step.analysis.saved)
-            profiles.append(self.profiles.setdefault(key, GraphProfile(step.analysis)))
+            new = GraphProfile(step.analysis, plain_nbytes=self._plain_nbytes.get(key, 0))
+            profiles.append(self.profiles.setdefault(key, new))
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
         bends = any(how.bends for step in steps for _, how in step.analysis.quantized())
@@ -208,12 +213,17 @@ class Session:
         """What eager regions held for backward in the latest step, in bytes."""
         return sum(tensor.bytes_after for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
 
+    def eager_plain_nbytes(self) -> int:
+        """What eager regions would have held in the latest step without codes, in bytes."""
+        return sum(tensor.bytes_before for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
+
     def sample(self, is_first: bool) -> Sample:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
         self._is_among_ranks = True
         return Sample(
             self.profiles if is_first or self._has_sample else {},
             self.eager_nbytes(),
+            self.eager_plain_nbytes(),
             self.minibatch_variance,
             self.config.max_gradient_noise,
             self.plan if is_first else None,
@@ -231,14 +241,16 @@ class Session:
             # Plans that the ranks made apart are nothing to compare with.
             self.plan = None
         # The budget has to do on the rank whose eager regions hold most.
-        return self.make_plan(max(sample.eager_nbytes for sample in samples))
+        most = max(samples, key=lambda sample: sample.eager_nbytes)
+        return self.make_plan((most.eager_nbytes, most.eager_plain_nbytes))
 
-    def make_plan(self, eager_nbytes: int | None = None) -> bool:
+    def make_plan(self, eager: tuple[int, int] | None = None) -> bool:
         """Allocate bits over all profiled graphs together and run the plan; False where the one there is does as well.
 
-        ``eager_nbytes`` come off ``budget_bytes``; None: what this process's eager regions hold.
+        ``eager``, what eager regions hold with codes and would without, counts for ``budget_bytes``; None: this
+        process's own.
         """
-        plan = self._choose(eager_nbytes)
+        plan = self._choose(eager)
         before, self._has_sample = self.plan, False
         if before is not None and not is_better(plan, before, self._tensors()):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
@@ -248,11 +260,12 @@ class Session:
         self.adopt(plan)
         return True
 
-    def _choose(self, eager_nbytes: int | None = None, *, warns: bool = True) -> Plan:
+    def _choose(self, eager: tuple[int, int] | None = None, *, warns: bool = True) -> Plan:
         config = self.config
         if config.budget_bytes is not None:
-            taken = self.eager_nbytes() if eager_nbytes is None else eager_nbytes
-            config = replace(config, budget_bytes=max(config.budget_bytes - taken, 1))
+            taken, plain = eager or (self.eager_nbytes(), self.eager_plain_nbytes())
+            whole = plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())
+            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - taken, 1))
         return choose_plan(
             self._tensors(), config, self.model, self.minibatch_variance, squared_norm=self.squared_norm, warns=warns
         )
@@ -271,12 +284,7 @@ class Session:
         if self.eager_regions is not None:
             # There are other graphs now, which may hold other activations first.
             self.eager_regions.shares_of_runs.clear()
-        total = sum(len(graph.tensors) for graph in plan.graphs)
-        found = self.predicted_sizes()
-        says = f": {found}; compiling, about as long as torch.compile takes" if found else ""
-        say(f"planned {total} saved tensors in {len(plan.graphs)} graphs{says}")
-        if not total:
-            log.warning("nothing to compress: no saved tensor is eligible; gact_fx.inspect(model) gives the reasons")
+        say_planned(self.title, plan, self._tensors())
         self.lifecycle.planned()
 
     # The plan is worth copying and saving with a model; compiled graphs are not.

@@ -249,7 +249,7 @@ def uneven(rank: int) -> dict[str, Any]:
 
     net = Broken()
     exact = DistributedDataParallel(copy.deepcopy(net))
-    options = {**OPTIONS, "budget_bytes": 20_000}
+    options: dict[str, Any] = {"inner": "eager", "budget_bytes": 20_000, "min_elements": 64}
     twins = Twins(DistributedDataParallel(gact_fx.compile(net, **options)), net, exact, rank)
     for number in range(4):
         twins.step(number)
