@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -74,7 +74,7 @@ class Sensitivity:
     they cannot, or nothing is known of what they would do to the elements that it stops); infinite where something
     would not be finite. ``squared_biases`` has the part of it that is bias, where backward bends; ``others``
     has, by their names, what other ways of storing it would add there. ``reason`` says why no code will do, where that
-    is known.
+    is known. ``coherent_biases`` has the part of the bias that adds up over the rows of a batch, as measured.
     """
 
     value: float
@@ -83,6 +83,7 @@ class Sensitivity:
     squared_biases: Mapping[Code, float] = field(default_factory=dict)
     others: "Mapping[str, Sensitivity]" = field(default_factory=dict)
     reason: str = ""
+    coherent_biases: Mapping[Code, float] = field(default_factory=dict)
 
     def variance(self, code: Code, *, merged: bool = False) -> float | None:
         """What ``code`` adds, whatever its seed; None where that was not measured.
@@ -97,12 +98,26 @@ class Sensitivity:
 
     def scaled(self, factor: float) -> "Sensitivity":
         """So many times as much."""
-        variances, merged, biases = (
+        variances, merged, biases, coherent = (
             {code: factor * v for code, v in found.items()}
-            for found in (self.variances, self.merged, self.squared_biases)
+            for found in (self.variances, self.merged, self.squared_biases, self.coherent_biases)
         )
         others = {way: s.scaled(factor) for way, s in self.others.items()}
-        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason)
+        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason, coherent)
+
+    def of_whole_batch(self, weight: float) -> "Sensitivity":
+        """What was measured on a few rows, for the batch that has ``weight`` times their variance.
+
+        Errors of rows are independent, but biases that point one way are as many times larger as there are more rows.
+        """
+        more = max(weight, 1 / weight) - 1
+        variances, biases = (
+            {code: v + more * self.coherent_biases.get(code, 0.0) for code, v in found.items()}
+            for found in (self.variances, self.squared_biases)
+        )
+        others = {way: s.of_whole_batch(weight) for way, s in self.others.items()}
+        whole = replace(self, variances=variances, squared_biases=biases, others={}, coherent_biases={}).scaled(weight)
+        return replace(whole, others=others)
 
     def exceeding(self, factor: float) -> "Sensitivity":
         """So many times as much for codes of the values; what backward is linear in is as it was measured."""

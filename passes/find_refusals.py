@@ -8,7 +8,7 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operator_table import REDUCTIONS, REORDERS, STATISTICS
 from gact_fx.graphs.operators import packet_of
-from gact_fx.graphs.sizes import SizeBuilder
+from gact_fx.graphs.sizes import SizeBuilder, is_symbolic
 from gact_fx.passes.find_masks import draws
 from gact_fx.records import SavedTensor
 
@@ -38,7 +38,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return "an expanded view, whose memory is smaller than its codes would be"
     if tensor.dtype is not torch.bool and _is_statistic(node):
         return STATISTIC
-    roots = [i for i in ancestors([node]) if i.op in ("placeholder", "get_attr") or draws(i)]
+    roots = [i for i in ancestors([node]) if (i.op in ("placeholder", "get_attr") and not _is_size(i)) or draws(i)]
     if all(root.name in pair.static_inputs for root in roots):
         return "computed from parameters alone" if roots else "a constant"
     if tensor.dynamic and not sizes.can_build(list(node.meta["val"].shape)):
@@ -57,5 +57,9 @@ def _is_statistic(node: fx.Node) -> bool:
     if packet in REDUCTIONS:
         return True
     is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in REORDERS
-    inputs = node.all_input_nodes
+    inputs = [i for i in node.all_input_nodes if not _is_size(i)]
     return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return is_symbolic(node.meta.get("val"))

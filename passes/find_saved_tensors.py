@@ -59,11 +59,14 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
 
 
 def _keys(pair: GraphPair, producers: Sequence[fx.Node]) -> list[str]:
-    """Operator and occurrence, counted in the order in which forward computes them."""
-    place = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    """Operator and occurrence, counted in the order in which forward computes them.
+
+    Inputs are counted as they are saved: traced anew, a graph may have them in another order.
+    """
+    place = {node: at for at, node in enumerate(pair.forward.graph.nodes) if node.op != "placeholder"}
     counts: Counter[str] = Counter()
     keys = [""] * len(producers)
-    for index in sorted(range(len(producers)), key=lambda index: place[producers[index]]):
+    for index in sorted(range(len(producers)), key=lambda index: place.get(producers[index], -1)):
         op = _op_name(producers[index])
         keys[index] = f"{op}#{counts[op]}"
         counts[op] += 1

@@ -40,7 +40,7 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
     That is known for a ``share`` of the elements and for groups of 256, and goes for others by what first order says of
     them.
     """
-    variances, biases = {}, {}
+    variances, biases, coherent = {}, {}, {}
     for code, variance in first.variances.items():
         like = replace(code, group_size=GROUP_SIZE)
         if like not in added:
@@ -52,16 +52,18 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
         of = added[like]
         is_known = 0 < of.first < math.inf and 0 < variance < math.inf
         ratio = variance / of.first if is_known else 1 / share
-        biases[code] = ratio * (of.own_bias + ratio * of.coherent_bias)
+        coherent[code] = ratio**2 * of.coherent_bias
+        biases[code] = ratio * of.own_bias + coherent[code]
         variances[code] = ratio * of.variance + biases[code]
     for code, variance in variances.items():
         dithered = replace(code, rounding="dither")
         # The few elements that count may be least in their groups, by chance, and codes of these have no error.
         if variance == 0 and dithered in variances:
             variances[code], biases[code] = variances[dithered], biases[dithered]
+            coherent[code] = coherent[dithered]
     known = [bits for bits in (REFERENCE.bits, WIDTHS[-1]) if variances[replace(REFERENCE, bits=bits)] < math.inf]
     value = variances[replace(REFERENCE, bits=known[0])] / step_variance(known[0]) if known else math.inf
-    return Sensitivity(value, variances, {}, biases)
+    return Sensitivity(value, variances, {}, biases, coherent_biases=coherent)
 
 
 def _order_of_shrinking(coarse: Added, fine: Added) -> float:

@@ -44,7 +44,7 @@ class PlanMeter:
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
         # Sketches take no memory, but only gradients themselves can go on to other graphs.
-        self._keeps_sketches = len(steps) == 1 and steps[0].outputs is None
+        self._keeps_sketches = len(steps) == 1 and not steps[0].outputs
         self._exact: list[dict[int, Any]] = []
         self._numel, self.squared_norm = 0, 0.0
         for graph, step in zip(self._graphs, steps, strict=True):

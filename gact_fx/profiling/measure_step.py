@@ -17,6 +17,9 @@ from gact_fx.profiling.tape import Step
 from gact_fx.records import Sensitivity
 
 log = logging.getLogger("gact_fx")
+# Of every code of what an unknown operator reads: one element of thousands next to a jump may count for most, and fewer
+# draws missed one (an error four times the predicted one).
+UNKNOWN_DRAWS = 8
 
 
 def measure_step(
@@ -32,7 +35,7 @@ def measure_step(
         # What is unknown depends on the data, and ranks that run different numbers of backward passes would wait for
         # each other's collectives.
         has_collectives = any(step.has_collectives for step in steps)
-        tried = measure_unknown(steps, seed=config.seed, draws=max(config.profile_draws, 2))
+        tried = measure_unknown(steps, seed=config.seed, draws=max(config.profile_draws, UNKNOWN_DRAWS))
         unknown = [_unknown(measured) for measured in adjoint]
         slow = [
             (m.opaque if has_collectives else m.opaque | names) - found.keys()

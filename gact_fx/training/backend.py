@@ -53,7 +53,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         session = self._session
-        if self._rows is not None and session.config.dynamic is None:
+        if self._rows is not None and session.profiles_few_rows:
             self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
         # What the recorder knows the graph by, also where it is cut in two more than once.

@@ -68,6 +68,8 @@ class Session:
         # Learns from a step that was recorded and waits for that.
         self.settle: Callable[[], None] = lambda: None
         self._afterthoughts = 0
+        # Whether large graphs may be traced with rows that vary, and profiled on a few of them.
+        self.profiles_few_rows = config.dynamic is None
         # The graphs that ran backward since there is the present plan, or since one ran that it was made without.
         self._running: set[str] = set()
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
@@ -132,6 +134,8 @@ class Session:
             return
         if any(graph.plan.fingerprint in self._running and self.is_unforeseen(graph) for graph in self.graphs):
             self._afterthoughts += 1
+            # Traced with rows that vary, it was another graph.
+            self.profiles_few_rows = False
             say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
 
@@ -164,7 +168,9 @@ class Session:
             bar.refresh()
         measured = measure_step(steps, self.config, bar.update if bar is not None else lambda count: None)
         for profile, step, sensitivities in zip(profiles, steps, measured, strict=True):
-            profile.add(step.analysis, {name: found.scaled(step.weight) for name, found in sensitivities.items()})
+            profile.add(
+                step.analysis, {name: found.of_whole_batch(step.weight) for name, found in sensitivities.items()}
+            )
         return MeasuredStep(steps, measured)
 
     def check(self, latest: MeasuredStep | None) -> None:

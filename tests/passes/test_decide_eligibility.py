@@ -1,5 +1,6 @@
 from functools import partial
 
+import pytest
 import torch
 from conftest import Mixed, Trace, analyze, decisions, mixed_batch
 from test_custom_operators import backward_of, smooth
@@ -102,3 +103,23 @@ def test_what_the_model_returns_is_compressed_and_counted() -> None:
     assert (row.encoding, row.bytes_before) == ("quantize", 64 * 64 * 4)
     # 4 bits an element, metadata included.
     assert row.bytes_after <= 64 * 64 // 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_statistics_stay_exact_whatever_the_sizes(dynamic: bool) -> None:
+    """The shape that a mean is viewed in may be a size that varies."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled = torch.tanh(self.a(x)).mean(1, keepdim=True)
+            return (self.b(pooled.reshape(x.shape[0], 64)) ** 2).mean()
+
+    model = gact_fx.compile(Pooled(), inner="eager", min_elements=64, dynamic=dynamic)
+    for _ in range(2):
+        model(torch.randn(48, 8, 32)).backward()
+    reasons = {row.op: row.reason for row in gact_fx.inspect(model).rows}
+    assert reasons["aten.mean.dim"] == "a statistic of rows or channels"

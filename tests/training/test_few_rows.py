@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import gact_fx
 from gact_fx.profiling import few_rows
 from gact_fx.profiling.few_rows import FewRows
+from gact_fx.profiling.measure_plan import PlanMeter
 from gact_fx.training import row_tracing
 from gact_fx.training.model import session_of
 
@@ -93,7 +94,7 @@ def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[tuple[int,
         compiled(model, **options)
         loss_of(model(x)).backward()
     assert variance(few) == pytest.approx(variance(whole), rel=0.3)
-    assert cut == [(2, ROWS)]
+    assert cut == [(4, ROWS)]
     error = gact_fx.measure_gradient_error(few, [x], lambda model, batch: loss_of(model(batch)))
     assert sum(of.variance + of.bias_estimate**2 for of in error.parameters) < 2 * variance(few)
 
@@ -160,5 +161,15 @@ def test_rows_that_cannot_be_cut_are_profiled_whole(
     model = compiled(Net("mean"))
     for _ in range(3):
         model(torch.randn(ROWS, 4, WIDTH)).backward()
-    assert "profiling on 2 of 64 rows failed with RuntimeError: no rows; the next step is profiled whole" in caplog.text
+    assert "profiling on 4 of 64 rows failed with RuntimeError: no rows; the next step is profiled whole" in caplog.text
     assert gact_fx.inspect(model).ratio > 2
+
+
+def test_the_plan_is_tried_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    squared_error = PlanMeter.squared_error
+    monkeypatch.setattr(PlanMeter, "squared_error", lambda *args: tried.append(1) or squared_error(*args))
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    model(torch.randn(ROWS, 4, WIDTH)).backward()
+    assert gact_fx.inspect(model).plan is not None and tried
