@@ -17,8 +17,8 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.edit import copy_module, numel
 from gact_fx.graphs.replay import Replay
-from gact_fx.graphs.sizes import RowSymbol, known_symbols, with_symbols
-from gact_fx.graphs.trees import tree_map
+from gact_fx.graphs.sizes import RowSymbol, hint, known_symbols, with_symbols
+from gact_fx.graphs.trees import tree_leaves, tree_map
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
@@ -129,17 +129,18 @@ def _mixes_rows(graph: fx.Graph, symbol: RowSymbol, share: float) -> bool:
     statistics: set[fx.Node] = set()
     depends: set[fx.Node] = set()
     for node in graph.nodes:
-        value, inputs = node.meta.get("val"), node.all_input_nodes
-        if symbol.is_in(value) and isinstance(value, torch.Tensor):
-            if not statistics.isdisjoint(inputs):
-                return True
+        inputs = node.all_input_nodes
+        tensors = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+        of_rows, others = ([x for x in tensors if symbol.is_in(x) == is_of] for is_of in (True, False))
+        found = [hint(x.numel()) for x in of_rows] or [numel(i) for i in inputs if i in depends]
+        elements = max(found, default=0)
+        is_small = any(share * elements < ENOUGH_IN_STATISTICS * hint(x.numel()) for x in others if elements)
+        if of_rows and (is_small or not statistics.isdisjoint(inputs)):
+            return True
+        if of_rows:
             depends.add(node)
-        elif statistics.intersection(inputs):
+        elif is_small or not statistics.isdisjoint(inputs):
             statistics.add(node)
-        else:
-            counts = [share * numel(i) / max(numel(node), 1) for i in inputs if i in depends]
-            if counts and min(counts) < ENOUGH_IN_STATISTICS:
-                statistics.add(node)
     return False
 
 

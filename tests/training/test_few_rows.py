@@ -102,8 +102,8 @@ def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[tuple[int,
 def test_the_step_itself_leaves_no_trace(cut: list[tuple[int, int]]) -> None:
     """Neither in buffers nor random numbers, nor on the batch; and its gradient is of the whole batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    exact, x = copy.deepcopy(model), torch.randn(8 * ROWS, WIDTH)
+    model = nn.Sequential(nn.Conv1d(8, 16, 1), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 8, 1))
+    exact, x = copy.deepcopy(model), torch.randn(ROWS, 8, WIDTH)
     compiled(model, budget_bits=8)
     for net in (model, exact):
         net(x).square().mean().backward()
@@ -173,3 +173,10 @@ def test_the_plan_is_tried_on_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = compiled(Net("mean"))
     model(torch.randn(ROWS, 4, WIDTH)).backward()
     assert gact_fx.inspect(model).plan is not None and tried
+
+
+def test_rows_that_a_batch_norm_of_few_elements_ties_are_profiled_whole(cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = compiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    model(torch.randn(8 * ROWS, WIDTH)).square().mean().backward()
+    assert gact_fx.inspect(model).plan is not None and not cut
