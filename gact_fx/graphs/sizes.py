@@ -48,8 +48,8 @@ class RowSymbol:
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         values = [node.meta.get("val") for node in nodes]
-        firsts = [x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim()]
-        symbols = Counter(size.node.expr for size in firsts if is_symbolic(size) and size.node.expr.is_symbol)
+        firsts: list[Any] = [x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim()]
+        symbols = Counter(s.node.expr for s in firsts if isinstance(s, torch.SymInt) and s.node.expr.is_symbol)
         self._symbol = max(symbols, key=lambda symbol: symbols[symbol], default=None)
 
     @property
@@ -65,7 +65,7 @@ class RowSymbol:
     def rows(self, fakes: Sequence[Any], values: Sequence[Any]) -> int | None:
         """How many rows the real ``values`` have, of which ``fakes`` were traced; None where nothing says it."""
         for fake, value in zip(fakes, values, strict=True):
-            first = fake.shape[0] if isinstance(fake, torch.Tensor) and fake.dim() else 0
+            first: Any = fake.shape[0] if isinstance(fake, torch.Tensor) and fake.dim() else 0
             if isinstance(first, torch.SymInt) and first.node.expr == self._symbol:
                 return int(value.shape[0])
         return None
