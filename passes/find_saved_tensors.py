@@ -11,10 +11,13 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import behind
 from gact_fx.graphs.module_names import module_path
 from gact_fx.graphs.operator_table import REORDERS
-from gact_fx.graphs.sizes import hint, is_symbolic
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import have_same_shape, hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
 from gact_fx.records import Boundary, SavedTensor
+
+aten = torch.ops.aten
 
 
 def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, ...]:
@@ -35,7 +38,7 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
     tensors = []
     saved_values = pair.saved_values()
     # How elements are laid out says nothing about what was saved, and differs where shapes are dynamic.
-    producers = [behind(saved.source, REORDERS) for saved in saved_values]
+    producers = [_producer(saved.source) for saved in saved_values]
     for saved, producer, key in zip(saved_values, producers, _keys(pair, producers), strict=True):
         names = (saved.name, key, _op_name(producer), module_path(producer))
         value = saved.source.meta.get("val")
@@ -56,6 +59,17 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
         )
         tensors.append(tensor)
     return tuple(tensors)
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """What made the elements that ``node`` has, whatever order these lie in."""
+    while True:
+        node = behind(node, REORDERS)
+        parent = node.all_input_nodes[0] if packet_of(node) in (aten.slice, aten.expand) else None
+        # Where sizes vary, what leaves nothing out is still there.
+        if parent is None or not have_same_shape(node.meta["val"], parent.meta["val"]):
+            return node
+        node = parent
 
 
 def _keys(pair: GraphPair, producers: Sequence[fx.Node]) -> list[str]:

@@ -15,20 +15,18 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
-from gact_fx.graphs.edit import copy_module, numel
+from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.replay import Replay
-from gact_fx.graphs.sizes import RowSymbol, hint, known_symbols, with_symbols
-from gact_fx.graphs.trees import tree_leaves, tree_map
+from gact_fx.graphs.sizes import RowSymbol, known_symbols, with_symbols
+from gact_fx.graphs.trees import tree_map
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
+from gact_fx.profiling.tied_rows import are_tied
 
 # The fewest rows that are measured of a small batch, and of others, and the bytes that these save, uncompressed: of
 # fewer, figures scatter.
 FEWEST, FEW = 2, 4
-# Elements of which a mean over rows is made, at the least, where rows depend on it. (ResNet-50, 64 x 64 pixels: a batch
-# norm's of 16 made predictions two times too low.)
-ENOUGH_IN_STATISTICS = 128
 ENOUGH_NBYTES = 2**23
 
 
@@ -61,7 +59,7 @@ class FewRows:
             return None
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
         few = max(FEWEST, min(FEW, rows // 2), math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
-        if 2 * few > rows or _mixes_rows(pair.forward.graph, symbol, few / rows):
+        if 2 * few > rows or are_tied(pair.forward.graph, symbol, few / rows):
             return None
         written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}
         cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
@@ -122,26 +120,6 @@ class FewRows:
         times = self.rows / self.few
         is_mean = found * math.sqrt(times) > self.squared_norm
         return 1 / times if is_mean else times
-
-
-def _mixes_rows(graph: fx.Graph, symbol: RowSymbol, share: float) -> bool:
-    """Whether rows depend on statistics over rows, as in batch norm, of which such a share has too few elements."""
-    statistics: set[fx.Node] = set()
-    depends: set[fx.Node] = set()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        tensors = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-        of_rows, others = ([x for x in tensors if symbol.is_in(x) == is_of] for is_of in (True, False))
-        found = [hint(x.numel()) for x in of_rows] or [numel(i) for i in inputs if i in depends]
-        elements = max(found, default=0)
-        is_small = any(share * elements < ENOUGH_IN_STATISTICS * hint(x.numel()) for x in others if elements)
-        if of_rows and (is_small or not statistics.isdisjoint(inputs)):
-            return True
-        if of_rows:
-            depends.add(node)
-        elif is_small or not statistics.isdisjoint(inputs):
-            statistics.add(node)
-    return False
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -186,3 +186,57 @@ def test_rows_that_a_batch_norm_of_few_elements_ties_are_profiled_whole(cut: lis
     model = compiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
     model(torch.randn(8 * ROWS, WIDTH)).square().mean().backward()
     assert gact_fx.inspect(model).plan is not None and not cut
+
+
+class Attending(nn.Module):
+    """Attention over the first dimension, or the second."""
+
+    def __init__(self, is_fused: bool, is_first: bool) -> None:
+        super().__init__()
+        self.inner, self.is_fused, self.is_first = nn.Linear(WIDTH, 3 * WIDTH), is_fused, is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.inner(x.transpose(0, 1) if self.is_first else x).chunk(3, -1)
+        if self.is_fused:
+            return F.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None]).square().mean()
+        return ((query @ key.mT).softmax(-1) @ value).square().mean()
+
+
+class Edges(nn.Module):
+    """Every row adds two others to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x))
+        return (hidden + hidden[positions].sum(1)).square().mean()
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_positions_of_a_sequence_are_no_rows(is_fused: bool, is_first: bool, cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = compiled(Attending(is_fused, is_first))
+    model(torch.randn(ROWS, ROWS // 2, WIDTH)).backward()
+    assert gact_fx.inspect(model).plan is not None and bool(cut) is not is_first
+
+
+def test_nodes_of_a_graph_are_no_rows(cut: list[tuple[int, int]], caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = compiled(Edges())
+    model(torch.randn(8 * ROWS, WIDTH), torch.randint(0, 8 * ROWS, (8 * ROWS, 2))).backward()
+    assert gact_fx.inspect(model).plan is not None and not cut and "failed" not in caplog.text
+
+
+def test_pairs_of_rows_are_profiled_whole(cut: list[tuple[int, int]]) -> None:
+    class Pairs(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = F.gelu(self.a(x))
+            return F.cross_entropy(hidden @ self.b(x).T, torch.arange(x.shape[0]))
+
+    torch.manual_seed(0)
+    model = compiled(Pairs())
+    model(torch.randn(8 * ROWS, WIDTH)).backward()
+    assert gact_fx.inspect(model).plan is not None and not cut
