@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 import gact_fx
+import gact_fx.integrations
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -183,6 +184,12 @@ def test_every_warning_has_an_entry() -> None:
     # The page has the beginning of long ones.
     missing = [f"{where}: {text}" for where, text in warnings_of_the_code() if text[:45] not in page]
     assert not missing, "docs/warnings.md lacks these warnings:\n" + "\n".join(missing)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    entries = set(re.findall(r"^::: (?:[\w.]+\.)?(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M))
+    public = {*gact_fx.__all__, *gact_fx.ops.__all__, *gact_fx.integrations.__all__} - {"ops"}
+    assert not public - entries
 
 
 def test_the_version_stands_in_one_place() -> None:
