@@ -28,6 +28,8 @@ from gact_fx.profiling.tied_rows import are_tied
 # fewer, figures scatter.
 FEWEST, FEW = 2, 4
 ENOUGH_NBYTES = 2**23
+# By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
+SLACK = 30.0
 
 
 @dataclass(eq=False)
@@ -46,6 +48,9 @@ class FewRows:
     inputs: Sequence[Any]
     tangents: dict[str, Any] = field(default_factory=dict)
     squared_norm: float = 0.0
+    # The loss of the whole batch, where it is a result; whether tangents that have rows say anything.
+    loss: float | None = None
+    sums_rows: bool = False
 
     @classmethod
     def of(cls, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> "FewRows | None":
@@ -76,7 +81,13 @@ class FewRows:
         names, placeholders = self.pair.tangents(), self.pair.backward.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, arguments, strict=True):
             if node.name in names:
+                fake = node.meta.get("val")
+                self.sums_rows |= self.symbol.is_in(fake) and isinstance(value, torch.Tensor) and bool(value.any())
                 self.tangents[node.name] = self.symbol.cut(node.meta.get("val"), value, self.rows, self.few)
+
+    def keep_outputs(self, outputs: Sequence[Any]) -> None:
+        """Of the whole batch's forward pass."""
+        self.loss = _scalar(outputs)
 
     def keep_results(self, results: Sequence[Any]) -> None:
         """Of the whole batch's backward pass."""
@@ -96,7 +107,7 @@ class FewRows:
         for output, position in pair.gradients_of_inputs().items():
             leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
         step = Step(pair, self.analysis, arguments, leaves=leaves, outputs=[])
-        return replace(step, weight=self._weight(step))
+        return replace(step, weight=self._weight(step, outputs))
 
     def _pair_of_few(self) -> GraphPair:
         """The same graphs, with backward's sizes as they are for the few rows."""
@@ -108,18 +119,36 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def _weight(self, step: Step) -> float:
+    def _weight(self, step: Step, outputs: Sequence[Any]) -> float:
         """By how many times the variance of the whole batch's gradient is that of the rows' gradient.
 
-        Errors of rows are independent. Where the gradient is their sum, the whole has ``rows / few`` times the
-        variance; where it is their mean, so many times less. A mean has a gradient of much the same size whatever the
-        rows, a sum one that grows with them, and the bound lies between the two.
+        Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
+        has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
+        graph is, its value tells.
+
+        Raises:
+            ValueError: that cannot be told, or the rows have next to no gradient.
         """
         with torch.no_grad():
             found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
         times = self.rows / self.few
-        is_mean = found * math.sqrt(times) > self.squared_norm
-        return 1 / times if is_mean else times
+        if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
+            raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
+        if self.sums_rows:
+            return times
+        few, whole = _scalar(outputs[: self.pair.num_user_outputs]), self.loss
+        share = few / whole if few is not None and whole else math.nan
+        if times ** -(1 / 3) < share < times ** (1 / 3):
+            return 1 / times
+        if times ** -(4 / 3) < share < times ** -(2 / 3):
+            return times
+        raise ValueError(f"whether a loss of {whole} is a mean or a sum, one of {few} does not tell")
+
+
+def _scalar(outputs: Sequence[Any]) -> float | None:
+    """The first result of one number."""
+    numbers = (x for x in outputs if _is_float(x) and x.numel() == 1)
+    return next((float(x) for x in numbers if not x.is_complex()), None)
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -93,7 +93,9 @@ class Recorder:
             with self._abandoning():
                 is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
                 outputs = run(arguments)
-            if self._tape is not None and not is_cut:
+            if is_cut:
+                self._of_few(lambda few: few.keep_outputs(outputs[: pair.num_user_outputs]))
+            elif self._tape is not None:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
 
@@ -106,15 +108,15 @@ class Recorder:
             inputs: Sequence[Any] = []
             few = self._few_rows.get(key)
             if few is not None:
-                few.keep_tangents(arguments)
                 inputs = few.inputs
+                self._of_few(lambda few: few.keep_tangents(arguments))
             elif self._tape is not None:
                 lasting = with_copies(pair, analysis, arguments) if self.copies() else arguments
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = run(arguments)
             if few is not None:
-                few.keep_results(result)
+                self._of_few(lambda few: few.keep_results(result))
             elif self._tape is not None:
                 self._tape.record_results(key, result)
             if self.every is None:
@@ -136,9 +138,13 @@ class Recorder:
         if self._is_whole:
             return False
         if self._few_rows:
-            self._is_whole = True
+            self._is_whole, self._few_rows = True, {}
         elif self._is_due and self._tape is not None and self._tape.is_empty and not self.copies():
-            few = FewRows.of(pair, analysis, inputs)
+            try:
+                few = FewRows.of(pair, analysis, inputs)
+            except ValueError as error:
+                self._give_up(error)
+                return False
             self._few_rows = {} if few is None else {key: few}
             return few is not None
         return False
@@ -246,9 +252,20 @@ class Recorder:
         try:
             return [few.step()]
         except Exception as error:
-            self._is_whole = True
-            log.warning(
-                "profiling on %d of %d rows failed with %s: %s; the next step is profiled whole, in more memory",
-                few.few, few.rows, type(error).__name__, error,
-            )  # fmt: skip
+            self._give_up(error)
             return []
+
+    def _of_few(self, keep: Callable[[FewRows], None]) -> None:
+        """Have the few rows of the present step keep something; what fails in that is no failure of the step."""
+        try:
+            for few in self._few_rows.values():
+                keep(few)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_whole, self._few_rows = True, {}
+        log.warning(
+            "profiling on a few rows failed with %s: %s; the next step is profiled whole, in more memory",
+            type(error).__name__, error,
+        )  # fmt: skip
