@@ -11,7 +11,7 @@ Private, tried with torch 2.11 and 2.13:
 - ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
   ``torch.compile``);
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
-- ``torch._dynamo.exc.BackendCompilerFailed`` (public would be a class of ``torch.compiler``);
+- ``torch._dynamo.exc.BackendCompilerFailed`` and ``TorchDynamoException`` (public would be a class of ``torch.compiler``);
 - ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
 - ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another
   (public would be a function of ``torch.autograd.graph``);
@@ -150,6 +150,11 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 def is_of_backend(error: BaseException) -> bool:
     """Whether a backend failed to compile a graph, whatever it was given."""
     return isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def is_of_dynamo(error: BaseException) -> bool:
+    """Whether Dynamo failed to trace or compile."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def cause_within_backend(error: BaseException) -> BaseException | None:

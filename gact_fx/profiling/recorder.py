@@ -52,6 +52,8 @@ class Recorder:
     # Of a step of one graph, by which it is known, a few rows instead of the tape; and whether that did not do.
     _few_rows: dict[Hashable, FewRows] = field(default_factory=dict, init=False)
     _is_whole: bool = field(default=False, init=False)
+    # Whether the tape lacks a run of the present step.
+    _is_partial: bool = field(default=False, init=False)
     _pending: tuple[FewRows, LeafGradients] | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
@@ -59,7 +61,7 @@ class Recorder:
         """Record what runs from now on; ``is_due``: to be profiled."""
         # Sharded parameters are not there in forward of the graphs behind them.
         self._tape, self._gradients = Tape(follows=is_due and not self.copies()), {}
-        self._few_rows, self._is_due = {}, is_due
+        self._few_rows, self._is_due, self._is_partial = {}, is_due, False
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
@@ -138,7 +140,7 @@ class Recorder:
         if self._is_whole:
             return False
         if self._few_rows:
-            self._is_whole, self._few_rows = True, {}
+            self._is_whole, self._is_partial, self._few_rows = True, True, {}
         elif self._is_due and self._tape is not None and self._tape.is_empty and not self.copies():
             try:
                 few = FewRows.of(pair, analysis, inputs)
@@ -234,7 +236,7 @@ class Recorder:
 
     def _steps(self) -> list[Step]:
         few, self._few_rows = list(self._few_rows.values()), {}
-        if self._tape is None or (few and self._is_whole):
+        if self._tape is None or self._is_partial:
             return []
         if few:
             return self._of_rows(few[0])
@@ -264,7 +266,7 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._is_whole, self._few_rows = True, {}
+        self._is_whole, self._is_partial, self._few_rows = True, True, {}
         log.warning(
             "profiling on a few rows failed with %s: %s; the next step is profiled whole, in more memory",
             type(error).__name__, error,

@@ -86,7 +86,7 @@ class Lifecycle:
         self._is_closed = True
         for call in self._at_close:
             call()
-        self._compile, self._before_call, self._at_close = None, lambda: None, []
+        self._compile, self._before_calls, self._at_close = None, [], []
         self._compiled = {} if self._original is None else {self._state: self._original}
 
     def planned(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.graphs.dynamo import cause_within_backend, first_sizes_vary
+from gact_fx.graphs.dynamo import cause_within_backend, first_sizes_vary, is_of_dynamo
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.profiling.few_rows import ENOUGH_NBYTES, FEWEST
 
@@ -22,7 +22,9 @@ class RowTracing:
     """Whether what is compiled next may be traced anew with rows that vary, and whether that was asked for."""
 
     is_open: bool = False
+    has_graphs: bool = False
     is_asked_for: bool = False
+    is_refused: bool = False
 
     def ask_for(self, module: fx.GraphModule) -> None:
         """Called before ``module`` is compiled; of several graphs of a call with the first one.
@@ -33,22 +35,29 @@ class RowTracing:
         if self.is_open and not self.is_asked_for and _nbytes(module) >= 2 * FEWEST * ENOUGH_NBYTES:
             self.is_asked_for = True
             raise TraceAgain
-        self.is_open = False
+        self.has_graphs, self.is_open = True, False
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, a function that is compiled when it is called, traced anew where that is asked for."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             batch = _with_common_rows(tree_leaves((args, kwargs)))
-            self.is_open = bool(batch) and torch.is_grad_enabled()
+            self.is_open = bool(batch) and torch.is_grad_enabled() and not self.has_graphs
             if not self.is_asked_for:
                 try:
                     return compiled(*args, **kwargs)
                 except Exception as error:
                     if not isinstance(cause_within_backend(error), TraceAgain):
                         raise
-            with first_sizes_vary(batch):
-                return compiled(*args, **kwargs)
+            try:
+                with first_sizes_vary(batch if not self.is_refused else []):
+                    return compiled(*args, **kwargs)
+            except Exception as error:
+                if self.is_refused or self.has_graphs or not is_of_dynamo(error):
+                    raise
+                # With sizes as they are, the model may well be traced.
+                self.is_refused = True
+            return compiled(*args, **kwargs)
 
         return call
 
