@@ -11,7 +11,8 @@ Private, tried with torch 2.11 and 2.13:
 - ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
   ``torch.compile``);
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
-- ``torch._dynamo.exc.BackendCompilerFailed`` and ``TorchDynamoException`` (public would be a class of ``torch.compiler``);
+- ``torch._dynamo.exc.BackendCompilerFailed`` and ``TorchDynamoException`` (public would be classes of
+  ``torch.compiler``);
 - ``torch._dynamo.eval_frame._stance`` (public would be a getter beside ``torch.compiler.set_stance``);
 - ``torch._C._current_graph_task_id``, by which ``torch.utils.checkpoint`` itself tells one backward pass from another
   (public would be a function of ``torch.autograd.graph``);
