@@ -128,7 +128,9 @@ def gradient_error(
     torch._dynamo.reset()
     model, batch, loss_fn = build(name, dropout=False, dtype=dtype)
     samples = None if budget_bits is None else [batch]
-    gact_fx.compile(model, budget_bits=budget_bits, inner=inner, sample_batches=samples, loss_fn=loss_fn)
+    gact_fx.compile(
+        model, budget_bits=budget_bits, inner=inner, sample_batches=samples, loss_fn=loss_fn if samples else None
+    )
     loss_fn(model, batch).backward()
     found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     if found.keys() != exact.keys():
