@@ -111,8 +111,9 @@ class Sensitivity:
         Errors of rows are independent, but biases that point one way are as many times larger as there are more rows.
         """
         more = max(weight, 1 / weight) - 1
+        # Nothing times what is infinite would not be a number.
         variances, biases = (
-            {code: v + more * self.coherent_biases.get(code, 0.0) for code, v in found.items()}
+            {code: v + more * self.coherent_biases.get(code, 0.0) if v < math.inf else v for code, v in found.items()}
             for found in (self.variances, self.squared_biases)
         )
         others = {way: s.of_whole_batch(weight) for way, s in self.others.items()}

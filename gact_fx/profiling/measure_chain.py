@@ -8,7 +8,7 @@ tensors a sample of groups is evaluated, and compared with what first order says
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import combinations_with_replacement, pairwise
 from operator import getitem
@@ -275,4 +275,11 @@ def _between(measured: Mapping[int, Added], bits: int) -> Added:
             return max(a, b)
         return min(math.exp((1 - share) * math.log(a) + share * math.log(b)), sys.float_info.max)
 
-    return Added(*map(interpolated, astuple(measured[low]), astuple(measured[high])))
+    # A bias that adds up is known to be none as soon as it is little: both kinds together fall smoothly.
+    pairs = zip(_smooth(measured[low]), _smooth(measured[high]), strict=True)
+    variance, own_bias, bias, first = (interpolated(a, b) for a, b in pairs)
+    return Added(variance, own_bias, max(bias - own_bias, 0.0) if bias < math.inf else bias, first)
+
+
+def _smooth(added: Added) -> tuple[float, float, float, float]:
+    return added.variance, added.own_bias, added.own_bias + added.coherent_bias, added.first

@@ -1,10 +1,12 @@
 """What codes add by way of coefficients is known at every width, and is nowhere nothing by chance."""
 
+import math
+
 import pytest
 
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.profiling.coefficient_meter import at_coefficients
-from gact_fx.profiling.measure_chain import MEASURED, Added, measure_widths
+from gact_fx.profiling.measure_chain import MEASURED, Added, all_widths, measure_widths
 from gact_fx.records import Sensitivity
 
 ROUNDINGS = ("stochastic", "dither")
@@ -40,3 +42,23 @@ def test_elements_that_are_codes_by_chance_are_not_free() -> None:
         assert found.variances[dithered] > 0
         assert found.squared_bias(stochastic) == found.squared_bias(dithered) > 0
     assert found.value > 0
+
+
+def test_a_bias_that_is_no_longer_seen_to_add_up_is_less_at_widths_between_too() -> None:
+    measured = {4: Added(4000.0, 300.0, 1000.0, 4000.0), 8: Added(20.0, 1.0, 0.0, 20.0)}
+    found = all_widths(measured, "stochastic")
+    biases = [found[Code(bits, "stochastic", 256)] for bits in range(4, 9)]
+    whole = [bias.own_bias + bias.coherent_bias for bias in biases]
+    assert whole == pytest.approx([1300.0 * (1 / 1300) ** (step / 4) for step in range(5)])
+    assert all(bias.own_bias >= 0 and bias.coherent_bias >= 0 for bias in biases)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 4.0])
+def test_what_is_infinite_on_few_rows_is_infinite_on_all(weight: float) -> None:
+    """Nothing times infinity is no number, which the planner would take for something that was not measured."""
+    code = Code(7, "dither", 256)
+    never = Sensitivity(1.0, {code: math.inf}, {}, {code: math.inf}, coherent_biases={code: math.inf})
+    of = Sensitivity(1.0, {code: math.inf}, {}, {code: math.inf}, {"bare": never}, coherent_biases={code: math.inf})
+    found = of.of_whole_batch(weight)
+    for each in (found, found.others["bare"]):
+        assert each.variances[code] == each.squared_biases[code] == math.inf
