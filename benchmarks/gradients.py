@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from machine import describe, save
@@ -23,8 +24,9 @@ def gradients(name: str, budget_bits: float | None, inner: str, compiled: bool =
     torch._dynamo.reset()
     model, batch, loss_fn = build(name, dropout=False)
     if compiled:
-        samples = None if budget_bits is None else [batch]
-        gact_fx.compile(model, budget_bits=budget_bits, inner=inner, sample_batches=samples, loss_fn=loss_fn)
+        # Without a budget nothing is compressed, and so nothing to be profiled.
+        samples: dict[str, Any] = {} if budget_bits is None else {"sample_batches": [batch], "loss_fn": loss_fn}
+        gact_fx.compile(model, budget_bits=budget_bits, inner=inner, **samples)
     loss_fn(model, batch).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
