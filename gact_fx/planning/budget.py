@@ -20,6 +20,8 @@ DEFAULT_GROUP = 256
 NOISE_LIMIT = 0.1
 # Re-planning costs a compilation, and must bring the predicted variance down by this much.
 WORTHWHILE = 0.95
+# Bits an element that graphs give up where eager PyTorch's codes take more than the budget.
+MOST_GIVEN_UP = 0.5
 # What takes more bytes than a uniform width's must add so many times less, as two more bits would.
 WORTH_BYTES = 16
 
@@ -47,11 +49,13 @@ def choose_plan(
     *,
     squared_norm: float | None = None,
     warns: bool = True,
+    eager_excess: float = 0.0,
 ) -> Plan:
     """Widths, roundings and group sizes for all tensors of all graphs under one budget.
 
     ``warns``: of a budget that is too tight, and of noise. Where the variance of the minibatch gradient is not known,
-    the ``squared_norm`` of one is a bound of it, in the mean.
+    the ``squared_norm`` of one is a bound of it, in the mean. ``eager_excess`` bytes, which eager PyTorch's codes take
+    beyond ``budget_bits``, the graphs do without.
     """
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
@@ -65,7 +69,7 @@ def choose_plan(
     ]
     # What nothing but exact will do for is not compressed, and takes nothing from the others' bits.
     numel = sum(graph.runs * t.numel for (graph, t, _), menu in zip(tensors, menus, strict=True) if _has_codes(menu))
-    chosen = _choose(menus, graphs, config, minibatch_variance, numel, warns)
+    chosen = _choose(menus, graphs, config, minibatch_variance, numel, warns, eager_excess)
     plans: dict[str, list[TensorPlan]] = {graph.fingerprint: [] for graph in graphs}
     for (graph, tensor, _), item, choice in zip(tensors, items, chosen, strict=True):
         value = None if item.sensitivity is None else item.sensitivity.value
@@ -118,6 +122,7 @@ def _choose(
     minibatch_variance: float | None,
     numel: int,
     warns: bool,
+    eager_excess: float,
 ) -> list[Choice]:
     assert config.budget_bits is not None
     if not config.adaptive:
@@ -142,7 +147,9 @@ def _choose(
             )  # fmt: skip
         return allocate_bits(menus, config.budget_bytes - fixed)
     exact = sum(menu[0].nbytes for menu in menus if not _has_codes(menu))
-    return allocate_bits(menus, config.budget_bits / 8 * numel + exact)
+    # A model that is mostly eager cannot meet its budget by what little its graphs save.
+    given_up = min(eager_excess, MOST_GIVEN_UP / 8 * numel)
+    return allocate_bits(menus, config.budget_bits / 8 * numel + exact - given_up)
 
 
 def _why_exact(item: Item) -> str:

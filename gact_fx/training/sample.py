@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gact_fx.breaks.eager_bytes import EagerBytes
 from gact_fx.plan import Plan
 from gact_fx.planning.graph_profile import GraphProfile
 
@@ -11,9 +12,7 @@ class Sample:
     """What one rank brings: what it measured and nobody planned from (maybe nothing), and the plan it came with."""
 
     profiles: dict[str, GraphProfile]
-    # What its eager regions hold for backward, and would hold without codes.
-    eager_nbytes: int
-    eager_plain_nbytes: int
+    eager: EagerBytes
     minibatch_variance: float | None
     max_gradient_noise: float | None
     plan: Plan | None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gact_fx.breaks.eager_bytes import EagerBytes
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
@@ -215,21 +216,17 @@ class Session:
             self.profiles = known
             raise
 
-    def eager_nbytes(self) -> int:
-        """What eager regions held for backward in the latest step, in bytes."""
-        return sum(tensor.bytes_after for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
-
-    def eager_plain_nbytes(self) -> int:
-        """What eager regions would have held in the latest step without codes, in bytes."""
-        return sum(tensor.bytes_before for tensor in self.eager_regions.latest) if self.eager_regions is not None else 0
+    def eager_bytes(self) -> EagerBytes:
+        """What eager regions held for backward in the latest step."""
+        tensors = self.eager_regions.latest if self.eager_regions is not None else ()
+        return EagerBytes.of(tensors, self.config.budget_bits)
 
     def sample(self, is_first: bool) -> Sample:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
         self._is_among_ranks = True
         return Sample(
             self.profiles if is_first or self._has_sample else {},
-            self.eager_nbytes(),
-            self.eager_plain_nbytes(),
+            self.eager_bytes(),
             self.minibatch_variance,
             self.config.max_gradient_noise,
             self.plan if is_first else None,
@@ -247,14 +244,12 @@ class Session:
             # Plans that the ranks made apart are nothing to compare with.
             self.plan = None
         # The budget has to do on the rank whose eager regions hold most.
-        most = max(samples, key=lambda sample: sample.eager_nbytes)
-        return self.make_plan((most.eager_nbytes, most.eager_plain_nbytes))
+        return self.make_plan(max((sample.eager for sample in samples), key=lambda eager: eager.held))
 
-    def make_plan(self, eager: tuple[int, int] | None = None) -> bool:
+    def make_plan(self, eager: EagerBytes | None = None) -> bool:
         """Allocate bits over all profiled graphs together and run the plan; False where the one there is does as well.
 
-        ``eager``, what eager regions hold with codes and would without, counts for ``budget_bytes``; None: this
-        process's own.
+        What ``eager`` regions hold counts for the budget; None: those of this process.
         """
         plan = self._choose(eager)
         before, self._has_sample = self.plan, False
@@ -266,15 +261,15 @@ class Session:
         self.adopt(plan)
         return True
 
-    def _choose(self, eager: tuple[int, int] | None = None, *, warns: bool = True) -> Plan:
-        config = self.config
+    def _choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
+        config, eager = self.config, eager or self.eager_bytes()
         if config.budget_bytes is not None:
-            taken, plain = eager or (self.eager_nbytes(), self.eager_plain_nbytes())
-            whole = plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())
-            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - taken, 1))
+            whole = eager.plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())
+            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - eager.held, 1))
         return choose_plan(
-            self._tensors(), config, self.model, self.minibatch_variance, squared_norm=self.squared_norm, warns=warns
-        )
+            self._tensors(), config, self.model, self.minibatch_variance,
+            squared_norm=self.squared_norm, warns=warns, eager_excess=eager.excess,
+        )  # fmt: skip
 
     def _tensors(self) -> list[GraphTensors]:
         return [profile.tensors() for profile in self.profiles.values()]

@@ -69,6 +69,17 @@ def test_eager_regions_are_in_codes_and_their_gradients_right() -> None:
     assert rows["ReluBackward0.result"].bytes_after == 128 * 64 // 8
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_budget_has_room_for_eager_codes(bits: int) -> None:
+    """Their width is that of the budget, and their metadata come on top."""
+    batch = torch.randn(1024, 64)
+    ours = compiled(Broken(), budget_bits=bits, sample_batches=[batch])
+    train(ours, batch)
+    report = gact_fx.inspect(ours)
+    assert {row.graph is None for row in report.rows if row.encoding == "quantize"} == {True, False}
+    assert report.average_bits is not None and report.average_bits <= bits
+
+
 OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
     "leaky relu": F.leaky_relu,

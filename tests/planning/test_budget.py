@@ -19,12 +19,24 @@ from gact_fx.passes.encodings import Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import Coefficients
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.plan import Plan
-from gact_fx.planning.budget import NOISE_LIMIT, GraphTensors, choose_plan, is_better
+from gact_fx.planning.budget import MOST_GIVEN_UP, NOISE_LIMIT, GraphTensors, choose_plan, is_better
 from gact_fx.planning.list_choices import Item, list_choices
 from gact_fx.records import SavedTensor, Sensitivity
 
 GROUP, NUMEL = 256, 8192
 OPTIONS: dict[str, Any] = {"group_size": GROUP}
+
+
+def test_graphs_do_without_what_eager_codes_take_too_much() -> None:
+    tensors = graph(*VALUES)
+    total, excess = len(VALUES) * NUMEL, NUMEL / 8
+    full, less, least_of_all = (
+        nbytes(choose_plan([tensors], Config(budget_bits=4, **OPTIONS), "m", None, eager_excess=e), tensors)
+        for e in (0.0, excess, 100 * excess)
+    )
+    assert less <= full - excess
+    # But they do not pay for a model that is mostly eager.
+    assert least_of_all >= (4 - MOST_GIVEN_UP) * total / 8 - NUMEL / 8
 
 
 def test_a_bound_on_noise_without_graphs() -> None:

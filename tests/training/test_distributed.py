@@ -254,7 +254,7 @@ def uneven(rank: int) -> dict[str, Any]:
     for number in range(4):
         twins.step(number)
     held = sum(row.bytes_after for row in gact_fx.inspect(net).rows)
-    return {**twins.result(), "held": held, "eager": net._gact_fx_session.eager_nbytes()}  # type: ignore[union-attr, operator]
+    return {**twins.result(), "held": held, "eager": net._gact_fx_session.eager_bytes().held}  # type: ignore[union-attr, operator]
 
 
 SCENARIOS: list[Callable[[int], dict[str, Any]]] = [
