@@ -8,6 +8,7 @@ Private, tried with torch 2.11 and 2.13:
   only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
 - ``torch._dynamo.config.ignore_logger_methods``, by which logging does not break a graph (public would be a decorator
   of ``torch.compiler``);
+- ``torch._dynamo.config.suppress_errors`` (public would be a getter in ``torch.compiler``);
 - ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
   ``torch.compile``);
 - ``torch._dynamo.lookup_backend`` (public would be the same in ``torch.compiler``);
@@ -27,12 +28,15 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 _NEVER = 2**20
+# Packages whose frames lie between a call and the compilation that it leads to.
+_OWN_ROOMS = ("torch", "gact_fx", "contextlib", "functools")
 Backend = str | Callable[..., Any]
 
 
@@ -161,6 +165,24 @@ def is_of_dynamo(error: BaseException) -> bool:
 def cause_within_backend(error: BaseException) -> BaseException | None:
     """What a backend raised, where it was that which ended a compilation."""
     return error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else None
+
+
+def has_run_code(since: CodeType) -> bool:
+    """Whether what Dynamo compiles now is called from Python code other than its own, behind the frame of ``since``:
+    code of the model, which a second call would run a second time.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not since:
+        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if room not in _OWN_ROOMS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def hides_errors() -> bool:
+    """Whether what a backend raises is logged and the code runs without it."""
+    return bool(torch._dynamo.config.suppress_errors)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,9 @@ class RowSymbol:
         return None
 
     def cut(self, fake: Any, value: Any, rows: int, few: int) -> Any:
-        """What ``value``, which has ``rows``, is for its first ``few`` rows: a size, or a copy of a part of a tensor.
+        """What ``value``, which has ``rows``, is for ``few`` of these: a size, or a copy of parts of a tensor.
+
+        The rows are as far apart as they can be, since loaders may sort them, by length or by class.
 
         Raises:
             ValueError: a size depends on the rows, and is no multiple of them.
@@ -83,8 +85,11 @@ class RowSymbol:
         found = value.detach()
         for dimension, size in enumerate(fake.shape):
             if self.is_in(size):
-                found = found.narrow(dimension, 0, _share(value.shape[dimension], rows, few))
-        return found.clone()
+                taken, step = _share(value.shape[dimension], rows, few), rows // few
+                every = found.unflatten(dimension, (rows, taken // few)).movedim(dimension, 0)
+                apart = every[step // 2 :: step][:few]
+                found = apart.clone().movedim(0, dimension).flatten(dimension, dimension + 1)
+        return found
 
 
 def known_symbols(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:

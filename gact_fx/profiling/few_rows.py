@@ -1,7 +1,7 @@
 """A few rows of a batch stand for all of them: what is measured on these takes so much less memory.
 
-The step itself runs on the whole batch. Of it the first rows of what forward reads and of the tangents are kept, and
-when backward has ended the same graphs run on these, whose rows were traced as a size that varies.
+The step itself runs on the whole batch. Of it a few rows of what forward reads and of the tangents are kept, and when
+backward has ended the same graphs run on these, whose rows were traced as a size that varies.
 """
 
 import math
@@ -34,7 +34,7 @@ SLACK = 30.0
 
 @dataclass(eq=False)
 class FewRows:
-    """The first ``few`` of ``rows`` of one call of a pair of graphs, by ``symbol``.
+    """A ``few`` of the ``rows`` of one call of a pair of graphs, by ``symbol``.
 
     ``inputs`` are forward's, ``tangents`` backward's by name, ``squared_norm`` that of the whole batch's gradient; the
     last two are there once `keep_tangents` and `keep_results` were called.
@@ -54,7 +54,7 @@ class FewRows:
 
     @classmethod
     def of(cls, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> "FewRows | None":
-        """Copies of the first rows of forward's ``inputs``; None where these have no rows that vary, or too few."""
+        """Copies of some rows of forward's ``inputs``; None where these have no rows that vary, or too few."""
         nodes = pair.forward.graph.find_nodes(op="placeholder")
         varying = [node for node in nodes if node.name not in pair.static_inputs]
         symbol = RowSymbol(varying)
@@ -68,13 +68,16 @@ class FewRows:
             return None
         written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}
         cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
+        # What has a history would hold it until the rows are measured. One tensor may be several inputs.
+        without = {id(x): x.detach() for x in cut if isinstance(x, torch.Tensor) and not x.is_leaf}
+        cut = [without.get(id(x), x) for x in cut]
         kept = [x.clone() if node in written else x for node, x in zip(nodes, cut, strict=True)]
         return cls(pair, analysis, symbol, rows, few, kept)
 
     @property
-    def device_type(self) -> str:
+    def device_types(self) -> frozenset[str]:
         """Where the graphs run."""
-        return next((x.device.type for x in self.inputs if isinstance(x, torch.Tensor)), "cpu")
+        return frozenset(x.device.type for x in self.inputs if isinstance(x, torch.Tensor))
 
     def keep_tangents(self, arguments: Sequence[Any]) -> None:
         """Of the ``arguments`` of the whole batch's backward pass."""

@@ -109,6 +109,9 @@ class Recorder:
         def call(arguments: list[Any]) -> Any:
             inputs: Sequence[Any] = []
             few = self._few_rows.get(key)
+            if few is not None and few.tangents:
+                # Of two runs the first, of which nothing was kept.
+                few, self._few_rows, self._is_whole, self._is_partial = None, {}, True, True
             if few is not None:
                 inputs = few.inputs
                 self._of_few(lambda few: few.keep_tangents(arguments))
@@ -135,10 +138,13 @@ class Recorder:
     def _cut(self, key: Hashable, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> bool:
         """Keep a few rows of a step of one graph instead of all that it saves; whether that was done.
 
-        Where other runs turn up behind it, the next step is recorded whole.
+        Where other runs turn up behind it, the next step is recorded whole. One that has had no backward pass yet may
+        never have one, and gives way to the next.
         """
         if self._is_whole:
             return False
+        if key in self._few_rows and not self._has_gradients:
+            self._few_rows = {}
         if self._few_rows:
             self._is_whole, self._is_partial, self._few_rows = True, True, {}
         elif self._is_due and self._tape is not None and self._tape.is_empty and not self.copies():
@@ -229,7 +235,9 @@ class Recorder:
             return
         (few, gradients), self._pending = self._pending, None
         # As within backward, whatever surrounds the next call.
-        with torch.autocast(few.device_type, enabled=False):
+        with contextlib.ExitStack() as stack:
+            for device_type in few.device_types:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
             steps = self._of_rows(few)
             if steps:
                 self.on_step(steps, gradients)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from gact_fx.graphs.dynamo import cause_within_backend, first_sizes_vary, is_of_dynamo
+from gact_fx.graphs.dynamo import cause_within_backend, first_sizes_vary, has_run_code, hides_errors, is_of_dynamo
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.profiling.few_rows import ENOUGH_NBYTES, FEWEST
 
@@ -32,34 +33,35 @@ class RowTracing:
         Raises:
             TraceAgain: the graph is to be traced anew.
         """
-        if self.is_open and not self.is_asked_for and _nbytes(module) >= 2 * FEWEST * ENOUGH_NBYTES:
+        is_large = self.is_open and _nbytes(module) >= 2 * FEWEST * ENOUGH_NBYTES
+        # What the model did before would be done twice.
+        if is_large and not (self.is_asked_for or hides_errors() or has_run_code(RowTracing._call.__code__)):
             self.is_asked_for = True
             raise TraceAgain
         self.has_graphs, self.is_open = True, False
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled``, a function that is compiled when it is called, traced anew where that is asked for."""
+        return partial(self._call, compiled)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            batch = _with_common_rows(tree_leaves((args, kwargs)))
-            self.is_open = bool(batch) and torch.is_grad_enabled() and not self.has_graphs
-            if not self.is_asked_for:
-                try:
-                    return compiled(*args, **kwargs)
-                except Exception as error:
-                    if not isinstance(cause_within_backend(error), TraceAgain):
-                        raise
+    def _call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch = _with_common_rows(tree_leaves((args, kwargs)))
+        self.is_open = bool(batch) and torch.is_grad_enabled() and not self.has_graphs
+        if not self.is_asked_for:
             try:
-                with first_sizes_vary(batch if not self.is_refused else []):
-                    return compiled(*args, **kwargs)
+                return compiled(*args, **kwargs)
             except Exception as error:
-                if self.is_refused or self.has_graphs or not is_of_dynamo(error):
+                if not isinstance(cause_within_backend(error), TraceAgain):
                     raise
-                # With sizes as they are, the model may well be traced.
-                self.is_refused = True
-            return compiled(*args, **kwargs)
-
-        return call
+        try:
+            with first_sizes_vary(batch if not self.is_refused else []):
+                return compiled(*args, **kwargs)
+        except Exception as error:
+            if self.is_refused or self.has_graphs or not is_of_dynamo(error):
+                raise
+            # With sizes as they are, the model may well be traced.
+            self.is_refused = True
+        return compiled(*args, **kwargs)
 
 
 def _with_common_rows(values: list[Any]) -> list[torch.Tensor]:

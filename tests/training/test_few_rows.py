@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -268,3 +269,84 @@ def test_rows_without_a_gradient_say_nothing() -> None:
     for _ in range(2):
         (model(x) * weights).sum().backward()
     assert variance(model) > 0
+
+
+def test_code_before_a_large_graph_runs_once(cut: list[tuple[int, int]]) -> None:
+    """A call is begun anew only where nothing has run in it."""
+    calls: list[int] = []
+
+    class Counted(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(calls))
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = compiled(Counted("mean"))
+    for step in range(3):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+        assert calls == list(range(step + 1))
+    assert not cut and gact_fx.inspect(model).ratio > 2
+
+
+def test_a_forward_pass_without_backward_is_forgotten(cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    model(torch.randn(ROWS, 4, WIDTH))
+    for _ in range(2):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+    assert gact_fx.inspect(model).plan is not None and cut == [(4, ROWS)]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_runs_of_a_graph_in_one_step_are_profiled_whole(together: bool, cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    for _ in range(4):
+        first, second = (model(torch.randn(ROWS, 4, WIDTH)) for _ in range(2))
+        if together:
+            (first + second).backward()
+        else:
+            first.backward()
+            second.backward()
+    assert gact_fx.inspect(model).ratio > 2 and not cut
+    assert all(row.copies == 2 for row in gact_fx.inspect(model).rows if row.encoding == "quantize")
+
+
+def test_inputs_with_a_history_do_not_hold_it() -> None:
+    class Shifted(Net):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + shift)
+
+    class Saved:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    torch.manual_seed(0)
+    model, x, bias = compiled(Shifted("mean")), torch.randn(ROWS, 4, WIDTH), nn.Parameter(torch.ones(WIDTH))
+    saved: list[weakref.ref[Saved]] = []
+
+    def pack(value: torch.Tensor) -> Saved:
+        kept = Saved(value)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.value):
+        shift = bias.square()
+    model(x, shift).backward(retain_graph=True)
+    del shift
+    gc.collect()
+    assert saved and not any(kept() for kept in saved)
+
+
+def test_rows_are_taken_from_all_over_the_batch(cut: list[tuple[int, int]]) -> None:
+    """Sorted rows would not stand for all."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(ROWS, 4, WIDTH), torch.linspace(0.2, 2, ROWS).view(-1, 1, 1)
+    few, whole = Net(), Net()
+    whole.load_state_dict(few.state_dict())
+    for model, options in ((few, {}), (whole, {"dynamic": False})):
+        compiled(model, **options)
+        (model(x) * weights).sum().backward()
+    assert variance(few) == pytest.approx(variance(whole), rel=0.4)
+    assert cut == [(4, ROWS)]
