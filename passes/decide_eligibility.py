@@ -39,7 +39,7 @@ from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
-_STUCK = "backward may have a pole in it, and decides by it and by other tensors, which would all have to be exact"
+_STUCK = "backward may have a pole in it, and compares it with other tensors, which would all have to be exact"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
 # bias was 12 % at 4 bits, and shrinks fourfold per bit.
 CURVED_BITS = 6
@@ -104,7 +104,9 @@ class _Decisions:
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
             masks = find_masks(pair, lossy)
             readers = find_readers(pair, lossy & masks.values, masks.hosts)
-            nonlinear = {name: f"backward is not linear in it ({reader})" for name, reader in readers.nonlinear.items()}
+            nonlinear = {
+                name: f"backward is not linear in this tensor ({reader})" for name, reader in readers.nonlinear.items()
+            }
             unmeasured = _unmeasured(readers.unknown, config, self._aliases(saved, masks))
             numel = _mask_numel(masks, self._nodes)
             # A comparison of all pairs can be far larger than what is compared.

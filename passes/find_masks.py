@@ -78,7 +78,12 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], froze
         if _is_boolean(node) and node in derivable:
             decisions.append(node)
         elif _decides(node):
-            refused.update({name: f"backward decides by it ({node.target})" for name in sources[node]})
+            refused.update(
+                {
+                    name: f"backward compares it ({node.target}), and rounding could change the outcome"
+                    for name in sources[node]
+                }
+            )
     if refused:
         return {}, frozenset(), refused
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.

@@ -31,7 +31,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
     if tensor.owner in _OWNERS:
         return _OWNERS[tensor.owner]
     if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
-        return f"{str(tensor.dtype).removeprefix('torch.')} is kept exact"
+        return f"gact_fx does not round {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.numel < max(min_elements, 1):
         return f"fewer than {max(min_elements, 1)} elements"
     if tensor.nbytes > tensor.storage_nbytes:

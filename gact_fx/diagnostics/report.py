@@ -17,6 +17,7 @@ from gact_fx.diagnostics.memory_timeline import Timeline, step_timeline
 from gact_fx.diagnostics.report_rows import Row, average_bits
 from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.diagnostics.summary import summary
+from gact_fx.errors import MissingPackageError, UsageError
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
 from gact_fx.training.model import session_of
@@ -108,12 +109,12 @@ class Report:
         """The rows as a ``pandas.DataFrame``, a column for each field of :class:`Row`.
 
         Raises:
-            ImportError: pandas is not installed; the extra "report" brings it.
+            MissingPackageError: pandas is not installed; the extra "report" brings it.
         """
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
+            raise MissingPackageError(
                 "gact_fx: report.to_dataframe() needs pandas, which is not installed; pip install 'gact_fx[report]'"
             ) from error
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=[f.name for f in fields(Row)])
@@ -126,10 +127,10 @@ class Report:
         """Write the report as one HTML file that needs no network: charts, every tensor, the graphs after each pass.
 
         Raises:
-            ValueError: ``path`` does not end with ".html" or ".htm".
+            UsageError: ``path`` does not end with ".html" or ".htm".
         """
         if Path(path).suffix.lower() not in (".html", ".htm"):
-            raise ValueError(
+            raise UsageError(
                 f"gact_fx: report.save writes HTML, and {str(path)!r} does not end with .html; "
                 "report.to_json() and report.plan.save(path) give the rest"
             )

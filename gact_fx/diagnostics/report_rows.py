@@ -162,7 +162,7 @@ def eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     code = None if tensor.is_mask else tensor.code
     why = (
-        f", where {use} is not known to bear rounding"
+        f"; gact_fx does not know whether {use} may read rounded values"
         if use
         else ", in a computation that does not lead to the model's results"
     )

@@ -66,7 +66,7 @@ def test_the_largest_exact_tensors_are_kinds_with_a_remedy() -> None:
     def kept(module: str, nbytes: int, reason: str) -> Row:
         return row(module, nbytes, nbytes, encoding="keep", bits=None, reason=reason)
 
-    linear = "backward is not linear in it (aten.exp.default)"
+    linear = "backward is not linear in this tensor (aten.exp.default)"
     rows = [kept(f"layer.{i}.norm", 50, "a statistic of rows or channels") for i in range(4)]
     rows += [kept(f"layer.{i}.scores", 900, linear) for i in range(4)] + [row("layer.0.mlp")]
     first, second = largest_exact(rows)
