@@ -16,7 +16,7 @@ from gact_fx.codec import reference
 from gact_fx.codec.layout import blob_nbytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="gact_fx._C is not built")
+needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="libgact_fx is not built")
 
 
 def implementations() -> list[object]:
@@ -49,7 +49,7 @@ def test_opcheck_without_extension() -> None:
     run_tests_with({"GACT_FX_NO_EXT": "1"}, f"{__file__}::test_opcheck", f"{__file__}::test_reference_serves")
 
 
-@pytest.mark.skipif(ops.has_compiled_kernels("cpu"), reason="gact_fx._C is loaded")
+@pytest.mark.skipif(ops.has_compiled_kernels("cpu"), reason="libgact_fx is loaded")
 def test_reference_serves() -> None:
     x = torch.randn(100)
     assert torch.equal(ops.compress(x, 4), reference.compress(x, 4, 256, 0))
@@ -259,13 +259,15 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @needs_kernels
 def test_views_with_gaps_are_read_in_place() -> None:
-    """Without a copy where neighbours share cache lines, with one otherwise: peak memory tells."""
+    """Without a copy where neighbours share cache lines, with one otherwise: what is allocated tells."""
     wide = torch.randn(512, 3072)
     sources = {"gaps": (wide[:, 1024:2048], 0), "columns": (wide[:, ::2], 0), "transposed": (wide.t(), 1)}
     for name, (x, copies) in sources.items():
         with torch.profiler.profile(profile_memory=True) as profile:
             blob = ops.compress(x, 4)
-        allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
+        # What PyTorch's operators allocate within ours, which allocates the blob without one.
+        others = [event for event in profile.events() if event.name != "gact_fx::compress"]
+        allocated = sum(max(event.self_cpu_memory_usage, 0) for event in others)
         # Some kilobytes are the profiler's.
-        assert allocated == pytest.approx(blob.numel() + copies * x.numel() * 4, abs=1 << 16), name
+        assert allocated == pytest.approx(copies * x.numel() * 4, abs=1 << 16), name
         assert torch.equal(blob, ops.compress(x.contiguous(), 4))
