@@ -63,7 +63,7 @@ def extension_arguments() -> dict[str, Any]:
         cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fvisibility=hidden", *target]
         if sys.platform == "linux" and "clang" not in os.environ.get("CXX", ""):
             # GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for our mistakes.
-            cxx.append("-Wno-maybe-uninitialized")
+            cxx += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     link: list[str] = []
     if os.environ.get("GACT_FX_SANITIZE") == "1":
         sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

@@ -67,12 +67,13 @@ def _load_library() -> str:
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
+        reason = f"{LIBRARY} does not load beside torch {torch.__version__}: {error.__cause__ or error}"
         warnings.warn(
-            f"gact_fx: {LIBRARY} does not load, so the slow PyTorch implementation serves; install a wheel for this "
-            f"platform, or build gact_fx here: {error}",
+            f"gact_fx: PyTorch code serves in place of the kernels, many times slower; build gact_fx here, or install "
+            f"a wheel for this machine: {reason}",
             stacklevel=2,
         )
-        return str(error)
+        return reason
     return ""
 
 

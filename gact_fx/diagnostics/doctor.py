@@ -1,5 +1,6 @@
 """``python -m gact_fx doctor``: what is installed, what works, and what mends the rest."""
 
+import os
 import platform
 import re
 import shutil
@@ -80,7 +81,8 @@ def _torch(version: str) -> Finding:
 def _kernels() -> Iterator[Finding]:
     if WHY_NOT_LOADED:
         text = f"none, PyTorch code serves, many times slower: {WHY_NOT_LOADED}"
-        yield Finding("CPU kernels", NOTE, text, _REBUILD)
+        is_unwanted = os.environ.get("GACT_FX_NO_EXT") == "1"
+        yield Finding("CPU kernels", NOTE, text, "unset GACT_FX_NO_EXT" if is_unwanted else _REBUILD)
         return
     text = f"compiled, {cpu_capability()} instructions, from {LIBRARY}"
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))

@@ -4,6 +4,8 @@ What holds for every input stands in test_codec_hypothesis.py, what the noise is
 """
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from gact_fx import ops
-from gact_fx.codec import reference
+from gact_fx.codec import operators, reference
 from gact_fx.codec.layout import blob_nbytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -53,6 +55,25 @@ def test_opcheck_without_extension() -> None:
 def test_reference_serves() -> None:
     x = torch.randn(100)
     assert torch.equal(ops.compress(x, 4), reference.compress(x, 4, 256, 0))
+
+
+def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GACT_FX_NO_EXT", raising=False)
+    monkeypatch.setattr(operators, "LIBRARY", tmp_path / "libgact_fx.so")
+    assert "installed without libgact_fx.so" in operators._load_library()
+    (tmp_path / "libgact_fx.so").write_text("not a library")
+    with pytest.warns(UserWarning, match="many times slower; .* does not load beside torch .*(file too short|header)"):
+        assert "does not load" in operators._load_library()
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
+def test_the_library_needs_neither_python_nor_the_cpp_abi_of_torch() -> None:
+    """Else it would serve one Python, or one torch."""
+    done = subprocess.run(["nm", "-D", str(operators.LIBRARY)], capture_output=True, text=True, check=True)
+    symbols = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert any(symbol.startswith("aoti_torch_") for symbol in symbols)
+    assert not [symbol for symbol in symbols if re.match(r"_?Py|_ZNK?(2at|3c10|5torch)", symbol)]
 
 
 def test_tags() -> None:
