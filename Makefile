@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+EXTRAS ?= examples,test,check,docs,wheel
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
@@ -61,7 +62,7 @@ wheel: $(STAMP)
 	cp build/wheel/*.tar.gz dist
 
 # The fast tests of the source distribution on the wheel, both from dist/, in an environment of their own. The package's
-# own sources are out of reach, hence without the tests that read these. make wheel-test TORCH=torch==2.11.0
+# own sources are out of reach, hence without the tests that read these. make wheel-test TORCH=torch==2.11.0 TESTS=tests/codec
 WHEEL_TEST = build/wheel-test
 wheel-test:
 	rm -rf $(WHEEL_TEST) && mkdir -p $(WHEEL_TEST)
@@ -77,7 +78,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
 	$(BIN)/pip install "setuptools>=77,<82" wheel ninja
-	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check,docs,wheel]"
+	$(BIN)/pip install --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 clean:
