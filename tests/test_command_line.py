@@ -111,6 +111,17 @@ def test_kernels_that_give_other_bits_are_missing(monkeypatch: pytest.MonkeyPatc
     assert isinstance(finding, Finding) and finding.status == "missing"
 
 
+def test_a_compiler_that_may_not_be_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def refuse() -> str:
+        raise PermissionError(13, "Permission denied", "g++")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", refuse)
+    finding = doctor._compiler(lambda: "it does not run")
+    assert finding.status == "missing" and finding.text == "none found: it does not run" and "CXX" in finding.cure
+
+
 @pytest.mark.slow
 def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpp_compiler() and not toolchain.compilation_failure()
