@@ -1,11 +1,12 @@
-# Two commands do everything on a fresh machine with Python 3.10-3.12 and a C++ compiler: make demo, make test.
+# Two commands do everything on a fresh machine with Python 3.10-3.13 and a C++ compiler: make demo, make test.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+EXTRAS ?= examples,test,check,docs,wheel
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-all check docs bench zoo cuda-check sanitize install clean
+.PHONY: demo test test-all check docs bench zoo cuda-check sanitize wheel wheel-test install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
@@ -52,14 +53,33 @@ cuda-check:
 sanitize: $(STAMP)
 	PYTEST_ADDOPTS=--hypothesis-profile=sanitized BIN=$(BIN) bash csrc/cpu/sanitize.sh
 
+# dist/ gets the source distribution, and the wheel that is built from it: one for every Python from 3.10 on and every
+# torch from 2.11 on. It has the CPU's kernels. Its manylinux tag names the C library of this machine or an older one.
+wheel: $(STAMP)
+	rm -rf build/wheel dist
+	GACT_FX_NO_CUDA=1 $(BIN)/pyproject-build --no-isolation --outdir build/wheel
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --exclude "libtorch*" --exclude "libc10*" --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+
+# The fast tests of the source distribution on the wheel, both from dist/, in an environment of their own. The package's
+# own sources are out of reach, hence without the tests that read these. make wheel-test TORCH=torch==2.11.0 TESTS=tests/codec
+WHEEL_TEST = build/wheel-test
+wheel-test:
+	rm -rf $(WHEEL_TEST) && mkdir -p $(WHEEL_TEST)
+	tar -xzf dist/*.tar.gz -C $(WHEEL_TEST) --strip-components 1 && rm -r $(WHEEL_TEST)/gact_fx $(WHEEL_TEST)/passes
+	$(PYTHON) -m venv $(WHEEL_TEST)/venv
+	$(WHEEL_TEST)/venv/bin/pip install "$(TORCH)" "$$(echo dist/*.whl)[test]"
+	cd $(WHEEL_TEST) && venv/bin/python -m gact_fx doctor
+	cd $(WHEEL_TEST) && OMP_WAIT_POLICY=passive venv/bin/python -m pytest -q -n auto --dist loadfile -m "not slow" --ignore tests/test_rooms.py $(TESTS)
+
 install: $(STAMP)
-# The extension is built against the torch that is installed, hence no build isolation; torch 2.11 asks for setuptools < 82.
+# Without build isolation, which would fetch a torch to build with. torch 2.11 asks for setuptools < 82.
 $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
 	$(BIN)/pip install "setuptools>=77,<82" wheel ninja
-	$(BIN)/pip install --no-build-isolation -e ".[examples,test,check,docs]"
+	$(BIN)/pip install --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $(STAMP)
 
 clean:
-	rm -rf build site $(VENV) *.egg-info gact_fx/*.so
+	rm -rf build dist site $(VENV) *.egg-info gact_fx/*.so

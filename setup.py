@@ -1,7 +1,11 @@
-"""Build the optional extension ``gact_fx._C``; everything else about the package stands in pyproject.toml.
+"""Build the optional library of kernels, ``gact_fx/libgact_fx.so``; all else about the package is in pyproject.toml.
 
-GACT_FX_NO_EXT=1 builds without the extension: the operators then run as PyTorch code. GACT_FX_SANITIZE=1 builds the
-CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer (``make sanitize``).
+The library uses PyTorch's stable ABI of torch 2.11 and nothing of Python. So one wheel serves every Python, and every
+torch from 2.11 on, whichever it was built with.
+
+GACT_FX_NO_EXT=1 builds without the library: the operators then run as PyTorch code. GACT_FX_NO_CUDA=1 builds the CPU's
+kernels alone, as wheels must: a library with CUDA kernels loads beside a torch with CUDA alone. GACT_FX_SANITIZE=1
+builds the CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer (``make sanitize``).
 """
 
 import glob
@@ -12,15 +16,20 @@ import sys
 from typing import Any
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOMS = ("integrations", "diagnostics", "training", "profiling", "planning", "breaks", "graphs", "codec")
 
 
-def nvcc_fits(wanted: str) -> bool:
-    """Whether nvcc is of the same major version as torch's CUDA, which the build demands; says so if it is not."""
+def can_build_cuda() -> bool:
+    """Whether CUDA kernels are wanted, and nvcc is of the same major version as torch's CUDA; says so if it is not."""
+    import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
-    nvcc = os.path.join(str(CUDA_HOME), "bin", "nvcc")
+    wanted = torch.version.cuda
+    if not wanted or not CUDA_HOME or os.environ.get("GACT_FX_NO_CUDA") == "1":
+        return False
+    nvcc = os.path.join(CUDA_HOME, "bin", "nvcc")
     try:
         found = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
     except OSError:
@@ -32,47 +41,55 @@ def nvcc_fits(wanted: str) -> bool:
     return False
 
 
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every Python 3, since the library in it knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, its ABI and the platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
 def extension_arguments() -> dict[str, Any]:
-    """Return setup()'s arguments for the extension: with CUDA if torch, nvcc and the sources have it, else CPU only."""
+    """Return setup()'s arguments for the library: with CUDA if torch and nvcc have it, else for the CPU alone."""
     if os.environ.get("GACT_FX_NO_EXT") == "1":
         return {}
-    import torch
     from torch.utils import cpp_extension
 
+    target = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # 2.11
     if sys.platform == "win32":
-        cxx = ["/O2", "/fp:precise", "/openmp"]
+        cxx = ["/O2", "/fp:precise", *target]
     else:
         # No -march=native: the kernels choose their instruction set at run time. No contraction: see csrc/codec.h.
-        cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math"]
+        cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fvisibility=hidden", *target]
         if sys.platform == "linux" and "clang" not in os.environ.get("CXX", ""):
             # GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for our mistakes.
-            cxx.append("-Wno-maybe-uninitialized")
-            # at::parallel_for needs it. It is not given to the linker, so that the symbols come from the OpenMP
-            # runtime that libtorch_cpu loads: a second runtime would bring a second pool of threads.
-            cxx.append("-fopenmp")
-        else:
-            print(
-                "gact_fx: this compiler builds the CPU kernels for one thread; GCC builds them for all", file=sys.stderr
-            )
+            cxx += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     link: list[str] = []
     if os.environ.get("GACT_FX_SANITIZE") == "1":
         sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         cxx += ["-O1", "-g", "-fno-omit-frame-pointer", *sanitizers]
         link += sanitizers
     flags = {"cxx": cxx}
-    sources = ["csrc/bindings.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
-    cuda_sources = sorted(glob.glob("csrc/cuda/*.cu"))
+    sources = ["csrc/operators.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
     extension: Any = cpp_extension.CppExtension
-    if cuda_sources and torch.version.cuda and cpp_extension.CUDA_HOME and nvcc_fits(torch.version.cuda):
+    if can_build_cuda():
         extension = cpp_extension.CUDAExtension
-        sources += cuda_sources
-        flags["cxx"] = [*cxx, "-DGACT_WITH_CUDA"]
+        sources += sorted(glob.glob("csrc/cuda/*.cu"))
+        flags["cxx"] = [*cxx, "-DUSE_CUDA"]  # the name that the stable ABI's headers read
         flags["nvcc"] = ["-O3", "--fmad=false"]
         # Every card that torch runs on, newer ones by way of PTX; compiling takes a minute.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "7.5;8.0;8.6;8.9;9.0+PTX")
     headers = [*glob.glob("csrc/**/*.h", recursive=True), *glob.glob("csrc/cuda/*.cuh")]
-    module = extension("gact_fx._C", sources, depends=headers, extra_compile_args=flags, extra_link_args=link)
-    return {"ext_modules": [module], "cmdclass": {"build_ext": cpp_extension.BuildExtension}}
+    library = extension(
+        "gact_fx.libgact_fx",
+        sources,
+        depends=headers,
+        extra_compile_args=flags,
+        extra_link_args=link,
+        py_limited_api=True,  # leaves out libtorch_python, which belongs to one Python
+    )
+    build = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
+    return {"ext_modules": [library], "cmdclass": {"build_ext": build, "bdist_wheel": PlatformWheel}}
 
 
 setup(

@@ -1,4 +1,4 @@
-// What a device must provide: raw pointers in, raw pointers out. bindings.cpp checks tensors and calls these.
+// What a device must provide: raw pointers in, raw pointers out. operators.cpp checks tensors and calls these.
 #pragma once
 
 #include <cstdint>

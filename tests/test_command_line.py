@@ -10,7 +10,7 @@ from conftest import Mixed, mixed_batch
 
 import gact_fx
 from gact_fx.__main__ import main
-from gact_fx.codec.operators import has_compiled_kernels
+from gact_fx.codec.operators import LIBRARY, has_compiled_kernels
 from gact_fx.diagnostics import doctor
 from gact_fx.diagnostics.doctor import Finding, describe, examine
 from gact_fx.graphs import toolchain
@@ -89,17 +89,37 @@ def test_a_torch_that_is_too_old_is_missing_and_one_too_new_is_told() -> None:
 
 
 def test_without_kernels_the_doctor_says_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "has_compiled_kernels", lambda device: False)
+    monkeypatch.setattr(doctor, "WHY_NOT_LOADED", "the library is for another machine")
     (finding,) = doctor._kernels()
     assert finding.status == "note" and "pip install" in finding.cure and "slower" in describe([finding])
+    assert "the library is for another machine" in finding.text
+
+
+def test_the_doctor_names_the_library_and_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_compiled_kernels("cpu"):
+        pytest.skip("the library is not built")
+    monkeypatch.setattr(doctor, "cpu_capability", lambda: "avx2")
+    (finding,) = doctor._kernels()
+    assert finding.status == "ok" and str(LIBRARY) in finding.text and "avx2" in finding.text
 
 
 def test_kernels_that_give_other_bits_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_compiled_kernels("cpu"):
-        pytest.skip("the extension is not built")
+        pytest.skip("the library is not built")
     monkeypatch.setattr(doctor, "compress", lambda x, bits: x)
     (finding,) = doctor._kernels()
     assert isinstance(finding, Finding) and finding.status == "missing"
+
+
+def test_a_compiler_that_may_not_be_run_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def refuse() -> str:
+        raise PermissionError(13, "Permission denied", "g++")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", refuse)
+    finding = doctor._compiler(lambda: "it does not run")
+    assert finding.status == "missing" and finding.text == "none found: it does not run" and "CXX" in finding.cure
 
 
 @pytest.mark.slow

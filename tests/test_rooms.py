@@ -361,7 +361,7 @@ def test_private_api_is_found(text: str) -> None:
         "import torch\naten = torch.ops.aten\naten._softmax.default",
         "import torch\ntorch.__version__",
         "class A:\n    def __init__(self):\n        self._x = 1",
-        "from gact_fx import _C",
+        "from gact_fx import _private",
         "import torch\nx = torch.zeros(3)\nx.grad = None",
     ],
 )

@@ -1,5 +1,5 @@
 // The CPU's kernels: ranges of groups in parallel, in the best of their versions for the machine.
-#include <ATen/Parallel.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <atomic>
 #include <cstdint>
@@ -36,7 +36,7 @@ const Kernels& kernels() {
 
 template <class F>
 void for_groups(int64_t numel, int group_size, F&& f) {
-  at::parallel_for(0, (numel + group_size - 1) / group_size, kGrain / group_size, f);
+  torch::stable::parallel_for(0, (numel + group_size - 1) / group_size, kGrain / group_size, f);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Build the extension with GCC's sanitizers beside the installed one, and run the kernels' tests on it. BIN is the
+# Build the library with GCC's sanitizers beside the installed one, and run the kernels' tests on it. BIN is the
 # virtual environment's bin folder.
 set -euo pipefail
 python=$(realpath -s "$BIN/python")
@@ -19,7 +19,7 @@ trap 'cat "$folder"/report.* 2>/dev/null >&2 || true' ERR
 tests=(tests/codec/test_codec_operators.py tests/codec/test_codec_hypothesis.py -k "not opcheck and not inductor and not instruction_set and not symbolic")
 
 # Not from here, where the installed package would be found first.
-loaded=$(cd "$folder" && "$python" -c "import gact_fx._C as c; print(c.__file__)")
+loaded=$(cd "$folder" && "$python" -c "import torch, gact_fx; print(*torch.ops.loaded_libraries)")
 [[ $loaded == *"$folder"* ]] || { echo "sanitize.sh: loaded $loaded, which is not the sanitized build" >&2; exit 1; }
 "$BIN/pytest" -q -p no:cacheprovider "${tests[@]}"
 for capability in avx2 baseline; do

@@ -2,14 +2,15 @@
 
 Both are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
 element's index and its group's metadata. They have no autograd formula, since they are put into graphs that were
-differentiated already. PyTorch code (`gact_fx.codec.reference`) serves every device; the extension ``gact_fx._C``
-overrides it with kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the extension unloaded.
+differentiated already. PyTorch code (`gact_fx.codec.reference`) serves every device; the library ``libgact_fx`` (csrc/)
+overrides it with kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the library unloaded.
 """
 
-import importlib
 import os
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,22 +55,34 @@ for _implementation, _fake in ((reference.compress, _compress_fake), (reference.
     torch.library.register_fake(f"gact_fx::{_implementation.__name__}", _fake, lib=_library)
 
 
-def _load_extension() -> None:
+LIBRARY = Path(__file__).parents[1] / f"libgact_fx.{'pyd' if sys.platform == 'win32' else 'so'}"
+
+
+def _load_library() -> str:
+    """Load the kernels; return '' or why there are none."""
     if os.environ.get("GACT_FX_NO_EXT") == "1":
-        return
+        return "GACT_FX_NO_EXT=1 leaves them unloaded"
+    if not LIBRARY.exists():
+        return f"gact_fx was installed without {LIBRARY.name}"
     try:
-        importlib.import_module("gact_fx._C")
-    except ModuleNotFoundError:
-        pass  # it is optional
-    except (ImportError, OSError) as error:
+        torch.ops.load_library(LIBRARY)
+    except OSError as error:
+        reason = f"{LIBRARY} does not load beside torch {torch.__version__}: {error.__cause__ or error}"
         warnings.warn(
-            f"gact_fx: the extension gact_fx._C does not load, so the slow PyTorch implementation serves; "
-            f"rebuild it against torch {torch.__version__}: {error}",
+            f"gact_fx: PyTorch code serves in place of the kernels, many times slower; build gact_fx here, or install "
+            f"a wheel for this machine: {reason}",
             stacklevel=2,
         )
+        return reason
+    return ""
 
 
-_load_extension()
+WHY_NOT_LOADED = _load_library()
+
+
+def cpu_capability() -> str:
+    """Return the instruction set of the CPU kernels, "avx512", "avx2" or "baseline"; "" where they are not loaded."""
+    return "" if WHY_NOT_LOADED else str(torch.ops.gact_fx.cpu_capability())
 
 
 def has_compiled_kernels(device_type: str) -> bool:

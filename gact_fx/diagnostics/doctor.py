@@ -1,6 +1,6 @@
 """``python -m gact_fx doctor``: what is installed, what works, and what mends the rest."""
 
-import importlib
+import os
 import platform
 import re
 import shutil
@@ -13,7 +13,7 @@ from importlib import metadata
 import torch
 
 from gact_fx.codec import reference
-from gact_fx.codec.operators import compress, has_compiled_kernels
+from gact_fx.codec.operators import LIBRARY, WHY_NOT_LOADED, compress, cpu_capability, has_compiled_kernels
 from gact_fx.graphs.compilers import cpp_compiler
 from gact_fx.graphs.toolchain import compilation_failure
 
@@ -79,25 +79,17 @@ def _torch(version: str) -> Finding:
 
 
 def _kernels() -> Iterator[Finding]:
-    if not has_compiled_kernels("cpu"):
-        text = f"none: PyTorch code serves, many times slower{_why_not_loaded()}"
-        yield Finding("CPU kernels", NOTE, text, _REBUILD)
+    if WHY_NOT_LOADED:
+        text = f"none, PyTorch code serves, many times slower: {WHY_NOT_LOADED}"
+        is_unwanted = os.environ.get("GACT_FX_NO_EXT") == "1"
+        yield Finding("CPU kernels", NOTE, text, "unset GACT_FX_NO_EXT" if is_unwanted else _REBUILD)
         return
-    capability = getattr(importlib.import_module("gact_fx._C"), "cpu_capability", None)
-    text = f"compiled, {capability()} instructions" if capability is not None else "compiled"
+    text = f"compiled, {cpu_capability()} instructions, from {LIBRARY}"
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     if torch.equal(compress(x, 4), reference.compress(x, 4, 256, 0, None, "stochastic")):
         yield Finding("CPU kernels", GOOD, f"{text}, the same bits as the PyTorch code")
     else:
         yield Finding("CPU kernels", MISSING, f"{text}, but other bits than the PyTorch code", _REBUILD)
-
-
-def _why_not_loaded() -> str:
-    try:
-        importlib.import_module("gact_fx._C")
-    except ImportError as error:
-        return f" ({error})"
-    return ", as GACT_FX_NO_EXT=1 asks for"
 
 
 def _cuda() -> Iterator[Finding]:

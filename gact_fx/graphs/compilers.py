@@ -248,13 +248,13 @@ def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor would call, '' where it finds none."""
+    """The C++ compiler that Inductor would call, '' where it finds none that runs."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         return str(get_cpp_compiler())
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):
         return ""
 
 

@@ -17,7 +17,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LAYOUTS = ("contiguous", "transposed", "channels_last", "sliced", "rows_with_gaps", "expanded", "unaligned")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 SHAPES = ((), (0,), (1,), (5, 0, 3), (31,), (32,), (33,), (255,), (257,), (2, 3, 5, 7), (3, 1025), (2, 16, 9, 11))
-needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="gact_fx._C is not built")
+needs_kernels = pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="libgact_fx is not built")
 
 LIMIT = {torch.float64: 2.0**125, torch.float32: 2.0**125, torch.bfloat16: 2.0**125, torch.float16: 2.0**14}
 KINDS = (

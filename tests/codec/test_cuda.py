@@ -19,7 +19,7 @@ from gact_fx.codec import reference
 
 needs_kernels = pytest.mark.skipif(
     not (torch.cuda.is_available() and ops.has_compiled_kernels("cuda")),
-    reason="there is no GPU, or gact_fx._C is built without CUDA kernels",
+    reason="there is no GPU, or libgact_fx is built without CUDA kernels",
 )
 pytestmark = [pytest.mark.cuda, needs_kernels]
 

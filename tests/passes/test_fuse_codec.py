@@ -70,7 +70,7 @@ class Small(nn.Module):
         return self.second(torch.tanh(self.first(x)).relu()).square().mean()
 
 
-@pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="gact_fx._C is not built")
+@pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="libgact_fx is not built")
 def test_inductor_gives_the_same_gradients() -> None:
     results = []
     for fuse in ("on", "auto"):  # which keeps the operators that are compiled
