@@ -3,8 +3,9 @@
     python benchmarks/peers.py [NETWORK ...] [--methods KEY ...] [--amp] [--small] [--times N|fill] [--turns 7]
                                [--without-error] [--resume] [--device cpu|cuda] [--plot [PNG]]
 
-Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``. Every method runs in a fresh process. One that fails is a row that says why. Results are saved after each row, beside those of
-earlier runs on this machine; ``--resume`` measures only what is not there yet. ``--plot`` draws what there is.
+Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``. Every method runs in a fresh process.
+One that fails is a row that says why. Results are saved after each row, beside those of earlier runs on this machine;
+``--resume`` measures only what is not there yet. ``--plot`` draws what there is.
 
 - peak: the most bytes that are live over a step, above the parameters: activations, gradients, transients.
 - held: bytes that are live when backward begins.
@@ -17,10 +18,12 @@ earlier runs on this machine; ``--resume`` measures only what is not there yet. 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -94,8 +97,12 @@ def measure(case: Case, reference: Reference, options: argparse.Namespace, aroun
     return row
 
 
-def run_network(case: Case, options: argparse.Namespace, rows: dict[str, Row], around: Surroundings) -> Iterator[str]:
+def run_network(
+    case: Case, options: argparse.Namespace, rows: dict[str, Row], around: Surroundings, stop_at: float
+) -> Iterator[str]:
     """Measure the methods asked for into ``rows``; gives each one's key when its row is there."""
+    if time.monotonic() > stop_at:
+        return
     if options.times == "fill":
         case = replace(case, times=times_that_fill(case, around))
     with ExitStack() as stack:
@@ -103,6 +110,9 @@ def run_network(case: Case, options: argparse.Namespace, rows: dict[str, Row], a
         for key in known(options.methods):
             if options.resume and is_whole(rows.get(key), case.times, options.error):
                 continue
+            if time.monotonic() > stop_at:
+                print(f"{case.network}: time is up; --resume measures the other methods", flush=True)
+                return
             rows[key] = measure(replace(case, method=key), reference, options, around)
             yield key
 
@@ -135,6 +145,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--without-error", dest="error", action="store_false", help="leave the gradients alone")
     parser.add_argument("--resume", action="store_true", help="measure only what was not measured yet, or failed")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a process may take for one answer")
+    parser.add_argument("--seconds", type=float, help="begin no row after so many seconds; --resume does the others")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", nargs="?", const="", metavar="PNG", help="draw what was measured so far, and end")
     options = parser.parse_intermixed_args()
@@ -164,12 +175,13 @@ def main() -> None:
     results = saved(name)
     log_path = results_path(name).with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    stop_at = time.monotonic() + (options.seconds or math.inf)
     with open(log_path, "a") as log, tempfile.TemporaryDirectory() as folder:
         around = Surroundings(folder, log, options.limit)
         for network in options.networks:
             case = Case(network, REFERENCE, options.amp, options.small, times, options.device)
             rows = dict(results.get(network, {}))
-            for key in run_network(case, options, rows, around):
+            for key in run_network(case, options, rows, around, stop_at):
                 results[network] = {each: rows[each] for each in known(list(rows))}
                 save(name, results)
                 print(describe_row(network, rows[key]), flush=True)

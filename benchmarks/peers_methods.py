@@ -67,7 +67,7 @@ def checkpoint_layers(model: nn.Module, **options: Any) -> None:
     if not layers:
         raise ValueError(f"no layer of {type(model).__name__} is one of {LAYERS}; add its class to LAYERS")
     for layer in layers:
-        setattr(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False, **options))
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def _checkpoint(model: nn.Module, selective: bool = False, compiled: bool = True) -> None:
@@ -89,7 +89,7 @@ def _offload(model: nn.Module) -> Around:
 
 
 def _fp8(model: nn.Module) -> None:
-    """Every saved activation in eight bits with a scale of its own; the pass takes bfloat16 of 100 MB alone otherwise."""
+    """Eight bits for every saved activation; left alone, the pass takes those in bfloat16 of at least 100 MB."""
     import torch._inductor.config
 
     dtypes = "torch.float32;torch.bfloat16;torch.float16"
