@@ -128,14 +128,14 @@ STEPS = (
         "peak memory of a step in bf16, with rows that fill the card",
         180,
         lambda seconds: [benchmark("peak", "--amp", "--device", "cuda", "--times", "fill", *networks()[:2])],
-        lambda: [benchmark("peak", "--small", "--ways", "torch.compile", "--", "unet")],
+        lambda: [benchmark("peak", "--small", "--ways", "torch.compile", "--", networks()[0])],
     ),
     Step(
         "peers",
         "what people use beside gact_fx, in bf16",
         300,
         _peers,
-        lambda: [benchmark("peers", "--small", "--turns", "1", "--methods", "eager", "hooks-4", "--", "unet")],
+        lambda: [benchmark("peers", "--small", "--turns", "1", "--methods", "eager", "hooks-4", "--", networks()[0])],
     ),
     Step(
         "step",

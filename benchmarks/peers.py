@@ -45,7 +45,7 @@ class Reference:
     """torch.compile's step, in a process that lives as long as one network is measured; started when it is needed."""
 
     def __init__(self, case: Case, around: Surroundings, stack: ExitStack) -> None:
-        self._start = lambda: stack.enter_context(Process(replace(case, method=REFERENCE), around))
+        self._case, self._around, self._stack = replace(case, method=REFERENCE), around, stack
         self._process: Process | None = None
         self._failed = ""
 
@@ -55,7 +55,7 @@ class Reference:
             return None
         try:
             if self._process is None:
-                self._process = self._start()
+                self._process = self._stack.enter_context(Process(self._case, self._around))
                 self._process.ask("memory")
             return self._process.ask("step")["seconds"]
         except Failure as failure:
@@ -119,7 +119,9 @@ def run_network(
 
 def is_whole(row: Row | None, times: int, with_error: bool) -> bool:
     """Whether nothing is left to measure of a row."""
-    return bool(row) and "failed" not in row and row["times"] == times and ("error" in row or not with_error)
+    if row is None or "failed" in row or row["times"] != times:
+        return False
+    return "error" in row or not with_error
 
 
 def describe_row(network: str, row: Row) -> str:

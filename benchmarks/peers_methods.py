@@ -61,8 +61,9 @@ def _keep_products(context: object, operator: object, *args: object, **kwargs: o
 
 def checkpoint_layers(model: nn.Module, **options: Any) -> None:
     """Have every layer of the model compute its activations again in backward, but for what ``options`` keep."""
-    if hasattr(model, "config"):
-        model.config.use_cache = False  # layers that run twice would lengthen the cache twice
+    configuration: Any = getattr(model, "config", None)
+    if configuration is not None:
+        configuration.use_cache = False  # layers that run twice would lengthen the cache twice
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     if not layers:
         raise ValueError(f"no layer of {type(model).__name__} is one of {LAYERS}; add its class to LAYERS")

@@ -1,4 +1,4 @@
-"""Draw the figure of `peers.py`: peak memory against step time, a panel for each network, methods named beside points."""
+"""Draw the figure of `peers.py`: peak memory against step time, a panel for each network, methods named by points."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def draw(results: dict[str, Rows], path: Path, machine: str, amp: bool) -> None:
     figure.suptitle(f"A training step's peak memory and time, {precision}: lower left is better", fontsize=14)
     figure.supxlabel(machine, fontsize=8.5, color="#666666")
     # Labels find their places once the panels have theirs.
-    canvas.draw()
+    canvas.draw()  # type: ignore[no-untyped-call]
     figure.set_layout_engine("none")
     for axes, points in drawn:
         place_labels(axes, points)
@@ -119,7 +119,12 @@ def _panel(axes: Axes, name: str, rows: Rows) -> list[Point]:
     axes.set_ylim(min(low, 1) - margin, high + margin)
     axes.axhline(1, color="#bbbbbb", linewidth=0.8, linestyle="--", zorder=1)
     axes.annotate(
-        "gradients", (gradients / 2, 0.015), xycoords=("data", "axes fraction"), ha="center", fontsize=8, color="#888888"
+        "gradients",
+        (gradients / 2, 0.015),
+        xycoords=("data", "axes fraction"),
+        ha="center",
+        fontsize=8,
+        color="#888888",
     )
     times = next(iter(rows.values())).get("times", 1)
     axes.set_title(TITLES[name].format(rows=ROWS[name] * times), fontsize=11, loc="left")
@@ -166,9 +171,7 @@ def place_labels(axes: Axes, points: Sequence[Point]) -> None:
                              fontsize=8.5, color=color, fontweight=weight, zorder=4)  # fmt: skip
         best: tuple[float, tuple[float, float, str, str], Bbox] | None = None
         for place in offsets():
-            text.set_position(place[:2])
-            text.set_horizontalalignment(place[2])
-            text.set_verticalalignment(place[3])
+            text.set(position=place[:2], ha=place[2], va=place[3])
             box = text.get_window_extent()
             outside = box.width * box.height - overlap(box, [panel])
             hidden = overlap(box, taken) + 3 * outside
@@ -178,9 +181,7 @@ def place_labels(axes: Axes, points: Sequence[Point]) -> None:
                 break
         assert best is not None
         _, place, box = best
-        text.set_position(place[:2])
-        text.set_horizontalalignment(place[2])
-        text.set_verticalalignment(place[3])
+        text.set(position=place[:2], ha=place[2], va=place[3])
         taken.append(box)
         if max(abs(place[0]), abs(place[1])) > 14:
             axes.annotate("", (point.x, point.height), xytext=place[:2], textcoords="offset points",

@@ -55,14 +55,14 @@ def _resnet50(scale: Scale) -> Network:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     depths = [1, 1, 1, 1] if scale.small else [3, 4, 6, 3]
-    config = ResNetConfig(depths=depths)  # type: ignore[call-arg]
+    config = ResNetConfig(depths=depths)
     return ResNetForImageClassification(config), _images(scale), _own_loss
 
 
 def _vit(scale: Scale) -> Network:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(num_hidden_layers=scale.of(12, 2), image_size=scale.of(224, 64))  # type: ignore[call-arg]
+    config = ViTConfig(num_hidden_layers=scale.of(12, 2), image_size=scale.of(224, 64))
     return ViTForImageClassification(config), _images(scale), _own_loss
 
 

@@ -48,7 +48,7 @@ def test_hooks_compress_a_tensor_once_and_keep_parameters(monkeypatch: pytest.Mo
         compressed.append(x.shape)
         return compress(x, *args, **kwargs)
 
-    monkeypatch.setattr(hooks_compression.ops, "compress", count)
+    monkeypatch.setattr(ops, "compress", count)
     model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
     x = torch.randn(32, 64)
     with hooks_compression.compress_saved_tensors(model, 8):
@@ -99,9 +99,9 @@ def test_a_process_says_why_it_fails(tmp_path: Path) -> None:
         around = Surroundings(str(tmp_path), log, 300)
         with Process(Case("no such network", "eager"), around) as process, pytest.raises(Failure, match="KeyError"):
             process.ask("memory")
-        with Process(UNET, Surroundings(str(tmp_path), log, 0.01)) as process:
-            with pytest.raises(Failure, match=r"no answer within 0\.01 s"):
-                process.ask("memory")
+        hasty = Surroundings(str(tmp_path), log, 0.01)
+        with Process(UNET, hasty) as process, pytest.raises(Failure, match=r"no answer within 0\.01 s"):
+            process.ask("memory")
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
