@@ -2,7 +2,7 @@
 
 As in GACT's own library (https://github.com/LiuXiaoxuanPKU/GACT-ICML), a tensor that several operators save is
 compressed once; it is known again by its address, its layout and some of its values. Masks take one bit. Parameters,
-buffers, small tensors, integers and the statistics of fused attention, which GACT did not know, stay exact.
+buffers, small tensors, integers and the statistics of fused attention stay exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gact_fx import ops
 
 LEAST = 1024  # elements
-SAMPLED = 16  # values by which a tensor is known again
+SAMPLED = 3  # places of every dimension, at whose values a tensor is known again
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,22 +66,27 @@ class _Packer:
             return tensor
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return tensor
-        key = self._key(tensor)
+        if tensor.dtype == torch.bool:
+            return self._compress(tensor, 1)
+        key = _key(tensor)
         made = self._made.get(key)
         if made is None:
-            self._seed += 1
-            bits = self._bits if tensor.is_floating_point() else 1
-            blob = ops.compress(tensor.detach(), bits, seed=self._seed)
-            made = self._made[key] = Compressed(blob, tensor.shape, tensor.dtype, bits)
+            made = self._made[key] = self._compress(tensor, self._bits)
         return made
 
     def unpack(self, packed: Tensor | Compressed) -> Tensor:
         return packed.read() if isinstance(packed, Compressed) else packed
 
-    def _key(self, tensor: Tensor) -> object:
-        places = [torch.linspace(0, size - 1, SAMPLED).long().to(tensor.device) for size in tensor.shape]
-        values = tuple(tensor.detach()[tuple(places)].tolist())
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, values
+    def _compress(self, tensor: Tensor, bits: int) -> Compressed:
+        self._seed += 1
+        return Compressed(ops.compress(tensor.detach(), bits, seed=self._seed), tensor.shape, tensor.dtype, bits)
+
+
+def _key(tensor: Tensor) -> object:
+    """What a tensor is known again by. An address alone is not enough: it may be another tensor's by now."""
+    sample = tensor.detach()[tuple(slice(None, None, max(1, size // SAMPLED)) for size in tensor.shape)]
+    values = tuple(sample.flatten().tolist())
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, values
 
 
 @contextmanager
