@@ -82,7 +82,7 @@ def _peers(seconds: float) -> list[Command]:
         "peers", "--amp", "--device", "cuda", "--times", "fill", "--turns", "5", "--without-error",
         "--seconds", f"{max(seconds - 60, 30):.0f}", "--methods", *PEERS, "--", *networks(),
     )  # fmt: skip
-    return [measure, benchmark("peers", "--amp", "--plot")]
+    return [measure, benchmark("peers", "--amp", "--device", "cuda", "--times", "fill", "--plot")]
 
 
 def _sanitizer(seconds: float) -> list[Command]:

@@ -23,7 +23,7 @@ import time
 import torch
 from machine import describe, save
 from peak_bytes import peak_bytes
-from peers_process import Case, Surroundings, times_that_fill
+from peers_process import Case, Surroundings, parse_times, times_that_fill
 from real_networks import NAMES, build
 
 import gact_fx
@@ -94,7 +94,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--budget-bits", type=float, default=4.0)
     parser.add_argument("--amp", action="store_true", help="under bfloat16 autocast")
     parser.add_argument("--small", action="store_true", help="small networks, for a quick run")
-    parser.add_argument("--times", default="1", help='a batch of so many times the rows; "fill" fills a GPU')
+    parser.add_argument(
+        "--times", type=parse_times, default="1", help='a batch of so many times the rows; "fill" fills a GPU'
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # measure here, print JSON

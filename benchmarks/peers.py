@@ -4,8 +4,8 @@
                                [--without-error] [--resume] [--device cpu|cuda] [--plot [PNG]]
 
 Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``. Every method runs in a fresh process.
-One that fails is a row that says why. Results are saved after each row, beside those of earlier runs on this machine;
-``--resume`` measures only what is not there yet. ``--plot`` draws what there is.
+One that fails is a row that says why; the exit status is 1 if it was gact_fx. Results are saved after each row, beside
+those of earlier runs on this machine; ``--resume`` measures only what is not there yet. ``--plot`` draws what there is.
 
 - peak: the most bytes that are live over a step, above the parameters: activations, gradients, transients.
 - held: bytes that are live when backward begins.
@@ -34,7 +34,7 @@ import torch
 from machine import describe, results_path, save, saved
 from peers_methods import METHODS, known
 from peers_plot import draw
-from peers_process import Case, Failure, Process, Surroundings, times_that_fill
+from peers_process import Case, Failure, Process, Surroundings, parse_times, times_that_fill
 
 NETWORKS = ("bert", "resnet50", "gpt2", "unet")
 REFERENCE = "compile"
@@ -93,7 +93,7 @@ def measure(case: Case, reference: Reference, options: argparse.Namespace, aroun
                 row.update(process.ask("error"))
     except Failure as failure:
         row["failed"] = str(failure)
-    row["load"] = round(os.getloadavg()[0], 2)
+    row["threads"], row["load"] = torch.get_num_threads(), round(os.getloadavg()[0], 2)
     return row
 
 
@@ -142,7 +142,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="KEY")
     parser.add_argument("--amp", action="store_true", help="under bfloat16 autocast")
     parser.add_argument("--small", action="store_true", help="small networks, for a quick run")
-    parser.add_argument("--times", default="1", help='a batch of so many times the rows; "fill" fills a GPU')
+    parser.add_argument(
+        "--times", type=parse_times, default="1", help='a batch of so many times the rows; "fill" fills a GPU'
+    )
     parser.add_argument("--turns", type=int, default=7, help="timed steps of each method")
     parser.add_argument("--without-error", dest="error", action="store_false", help="leave the gradients alone")
     parser.add_argument("--resume", action="store_true", help="measure only what was not measured yet, or failed")
@@ -162,12 +164,14 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     name = f"peers-{'bf16' if options.amp else 'fp32'}{'-small' * options.small}"
+    name += {"1": "", "fill": "-fill"}.get(options.times, f"-{options.times}x")
     if options.plot is not None:
-        results = saved(name)
-        if not results:
-            sys.exit(f"peers.py: nothing was measured yet: there is no {results_path(name).name} of this machine")
         path = Path(options.plot or results_path(name).with_suffix(".png"))
-        draw(results, path, describe(), options.amp)
+        try:
+            precision = "bf16 autocast" if options.amp else "fp32"
+            draw(saved(name), path, describe(), f"small networks, {precision}" if options.small else precision)
+        except RuntimeError as error:
+            sys.exit(f"peers.py: {error}; results are read from {results_path(name).name}")
         print(f"figure: {path}")
         return
     precision = "bf16 autocast" if options.amp else "fp32"
@@ -177,6 +181,7 @@ def main() -> None:
     results = saved(name)
     log_path = results_path(name).with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    ours_failed = False
     stop_at = time.monotonic() + (options.seconds or math.inf)
     with open(log_path, "a") as log, tempfile.TemporaryDirectory() as folder:
         around = Surroundings(folder, log, options.limit)
@@ -187,6 +192,9 @@ def main() -> None:
                 results[network] = {each: rows[each] for each in known(list(rows))}
                 save(name, results)
                 print(describe_row(network, rows[key]), flush=True)
+                ours_failed |= key.startswith("gact-") and "failed" in rows[key]
+    if ours_failed:
+        sys.exit(f"peers.py: gact_fx failed in a row above; {log_path.name} has the traceback")
 
 
 if __name__ == "__main__":

@@ -70,14 +70,19 @@ def points_of(rows: Rows, unit: float) -> list[Point]:
     ]
 
 
-def draw(results: dict[str, Rows], path: Path, machine: str, amp: bool) -> None:
-    """Write the PNG; raises RuntimeError where matplotlib is missing."""
+def draw(results: dict[str, Rows], path: Path, machine: str, how: str) -> None:
+    """Write the PNG; ``how`` names the precision.
+
+    Raises RuntimeError where matplotlib is missing, or no method has both a peak and a time.
+    """
+    shown = {name: rows for name, rows in results.items() if any("ratio" in row for row in rows.values())}
+    if not shown:
+        raise RuntimeError("no method was measured beside torch.compile yet: there is nothing to draw")
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("the figure needs matplotlib: pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = {name: rows for name, rows in results.items() if any("ratio" in row for row in rows.values())}
     columns = min(len(shown), 2)
     lines = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(6.4 * columns, 4.4 * lines + 0.6), layout="constrained")
@@ -85,11 +90,10 @@ def draw(results: dict[str, Rows], path: Path, machine: str, amp: bool) -> None:
     panels = figure.subplots(lines, columns, squeeze=False).flat
     drawn = []
     for axes, (name, rows) in zip(panels, shown.items(), strict=False):
-        drawn.append((axes, _panel(axes, name, rows)))
+        drawn.append((axes, _panel(axes, name, rows, how)))
     for axes in itertools.islice(panels, len(shown), None):
         axes.set_visible(False)
-    precision = "bf16 autocast" if amp else "fp32"
-    figure.suptitle(f"A training step's peak memory and time, {precision}: lower left is better", fontsize=14)
+    figure.suptitle(f"A training step's peak memory and time, {how}: lower left is better", fontsize=14)
     figure.supxlabel(machine, fontsize=8.5, color="#666666")
     # Labels find their places once the panels have theirs.
     canvas.draw()  # type: ignore[no-untyped-call]
@@ -99,7 +103,7 @@ def draw(results: dict[str, Rows], path: Path, machine: str, amp: bool) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _panel(axes: Axes, name: str, rows: Rows) -> list[Point]:
+def _panel(axes: Axes, name: str, rows: Rows, how: str) -> list[Point]:
     largest = max(row["peak"] for row in rows.values() if "peak" in row)
     unit, unit_name = (1e9, "GB") if largest > 4e9 else (1e6, "MB")
     points = points_of(rows, unit)
@@ -126,8 +130,9 @@ def _panel(axes: Axes, name: str, rows: Rows) -> list[Point]:
         fontsize=8,
         color="#888888",
     )
-    times = next(iter(rows.values())).get("times", 1)
-    axes.set_title(TITLES[name].format(rows=ROWS[name] * times), fontsize=11, loc="left")
+    times = next(iter(rows.values()))["times"]
+    title = f"{name}, small" if how.startswith("small") else TITLES[name].format(rows=ROWS[name] * times)
+    axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel(f"peak memory above the parameters, {unit_name}")
     axes.set_ylabel("step time, torch.compile = 1")
     axes.grid(alpha=0.2)

@@ -6,6 +6,7 @@ fails answers with ``{"failed": why}`` and ends the process.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -219,6 +220,13 @@ class Process:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def parse_times(text: str) -> str:
+    """For argparse: a whole number of times the rows, or "fill"."""
+    if text != "fill" and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f'a positive whole number or "fill", got {text!r}')
+    return text
 
 
 def times_that_fill(case: Case, around: Surroundings) -> int:

@@ -151,8 +151,10 @@ def test_a_row_says_why_it_failed() -> None:
 def test_the_figure_has_every_method_that_was_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="it draws the figure")
     path = tmp_path / "peers.png"
-    peers_plot.draw({"bert": rows(), "unet": rows(), "gpt2": {"fp8": rows()["fp8"]}}, path, "a machine", False)
+    peers_plot.draw({"bert": rows(), "unet": rows(), "gpt2": {"fp8": rows()["fp8"]}}, path, "a machine", "fp32")
     assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RuntimeError, match="nothing to draw"):
+        peers_plot.draw({"unet": {"fp8": rows()["fp8"]}}, path, "a machine", "fp32")
     points = {point.key: point for point in peers_plot.points_of(rows(), 1e6)}
     assert points.keys() == peers_methods.METHODS.keys() - {"fp8"}
     assert points["offload"].is_slow and points["offload"].label == "save_on_cpu (7.0x)"
