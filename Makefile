@@ -6,7 +6,7 @@ EXTRAS ?= examples,test,check,docs,wheel
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test test-all check docs bench zoo cuda-check sanitize wheel wheel-test install clean
+.PHONY: demo test test-all check docs bench zoo gpu cuda-check sanitize wheel wheel-test install clean
 demo: $(STAMP)
 	$(BIN)/python examples/train_digits.py
 
@@ -44,6 +44,12 @@ bench: $(STAMP)
 # 25 architectures of transformers and four graph nets: do they train, in how little, and with what gradient?
 zoo: $(STAMP)
 	$(BIN)/python benchmarks/zoo.py
+
+# Everything that wants a GPU, or one step of it (make gpu STEP=kernels); rehearsed where there is none. Installs nothing:
+# it runs with the environment's Python if there is one, else with PYTHON (make gpu PYTHON=...).
+GPU_PYTHON = $(if $(and $(filter file default undefined,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu_run.py $(STEP)
 
 # The CUDA kernels for every architecture; needs nvcc, but neither torch with CUDA nor a GPU.
 cuda-check:

@@ -3,10 +3,10 @@ gact_fx.
 
     python benchmarks/gpu.py [--budget-bits 4 2] [--steps 20] [--device cuda] [bert-large] [resnet50]
 
-BERT-large reads 32 x 512 tokens, ResNet-50 256 images of 224 x 224. "Held" are the storages under the loss
-(``activation_bytes.py``); "peak" is ``torch.cuda.max_memory_allocated`` over a step, less what was allocated before
-it. Steps of both ways alternate; medians. With ``--device cpu`` the sizes are small, and only show that the command
-works.
+On a GPU of 80 GB, BERT-large reads 32 x 512 tokens and ResNet-50 256 images of 224 x 224; on others the rows go with
+the memory. "Held" are the storages under the loss (``activation_bytes.py``); "peak" is
+``torch.cuda.max_memory_allocated`` over a step, less what was allocated before it. Steps of both ways alternate;
+medians. With ``--device cpu`` the sizes are small, and only show that the command works.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from machine import describe, save
 from networks import Batch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
 
 import gact_fx
 
-# device: (BERT's layers, rows, tokens), (images, pixels a side)
-SIZES = {"cuda": ((24, 32, 512), (256, 224)), "cpu": ((2, 4, 64), (4, 64))}
+# device: (BERT's layers, width, rows, tokens), (images, pixels a side); of rows and images, those of a GPU of 80 GB
+SIZES = {"cuda": ((24, 1024, 32, 512), (256, 224)), "cpu": ((1, 128, 4, 64), (4, 64))}
+MEMORY = 80e9
 WARM_UP = 3
 Loss = Callable[[nn.Module, Batch], Tensor]
 Network = tuple[nn.Module, Batch, Loss]
@@ -44,12 +44,21 @@ class Cost:
     seconds: float
 
 
-def bert_large(layers: int, rows: int, tokens: int) -> Network:
+def rows_of(whole: int, device: str) -> int:
+    """Rows for this device's memory where one of 80 GB takes ``whole``."""
+    if device != "cuda":
+        return whole
+    return max(1, int(whole * torch.cuda.mem_get_info()[1] / MEMORY))
+
+
+def bert_large(layers: int, width: int, rows: int, tokens: int) -> Network:
+    from transformers import BertConfig, BertForSequenceClassification
+
     config = BertConfig(
-        hidden_size=1024,
+        hidden_size=width,
         num_hidden_layers=layers,
-        num_attention_heads=16,
-        intermediate_size=4096,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
         attn_implementation="eager",  # type: ignore[call-arg]
     )
     batch = {"input_ids": torch.randint(0, config.vocab_size, (rows, tokens)), "labels": torch.randint(0, 2, (rows,))}
@@ -57,6 +66,8 @@ def bert_large(layers: int, rows: int, tokens: int) -> Network:
 
 
 def resnet50(rows: int, side: int) -> Network:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
     batch = {"pixel_values": torch.randn(rows, 3, side, side), "labels": torch.randint(0, 1000, (rows,))}
     model = ResNetForImageClassification(ResNetConfig(num_labels=1000))  # type: ignore[call-arg]
     return model, batch, lambda model, batch: F.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"])
@@ -65,8 +76,11 @@ def resnet50(rows: int, side: int) -> Network:
 def build(name: str, device: str) -> Network:
     """The network and its batch on ``device``; its loss is taken under autocast."""
     torch.manual_seed(0)
-    bert, images = SIZES[device]
-    model, batch, loss_fn = bert_large(*bert) if name == "bert-large" else resnet50(*images)
+    (layers, width, texts, tokens), (images, side) = SIZES[device]
+    if name == "bert-large":
+        model, batch, loss_fn = bert_large(layers, width, rows_of(texts, device), tokens)
+    else:
+        model, batch, loss_fn = resnet50(rows_of(images, device), side)
 
     def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -129,13 +143,17 @@ def measure(name: str, device: str, budget_bits: float, steps: int) -> dict[str,
     return {key: Cost(*memory[key], statistics.median(seconds[key])) for key in ways}
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", default=["bert-large", "resnet50"])
     parser.add_argument("--budget-bits", type=float, nargs="+", default=[4.0, 2.0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=list(SIZES), default="cuda")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu.py: there is no GPU; --device cpu runs small sizes, to show that the command works")
     print(f"a training step in bf16 autocast on {options.device}, of torch.compile and gact_fx; {describe()}")
@@ -156,7 +174,7 @@ def main() -> None:
             )
             results.setdefault(name, {})[f"{bits:g} bits"] = {key: asdict(cost) for key, cost in found.items()}
             if options.device == "cuda":
-                save("gpu", results)
+                save("step-bf16", results)
 
 
 def _megabytes(plain: int, ours: int) -> str:

@@ -28,10 +28,24 @@ def describe() -> str:
     return f"{processor()} ({isa}), {os.cpu_count()} cores, torch {torch.__version__}"
 
 
+def results_path(name: str) -> Path:
+    """The JSON of a benchmark on this processor; GACT_FX_RESULTS names another folder than benchmarks/results."""
+    slug = re.sub(r"[^a-z0-9]+", "-", processor().lower()).strip("-")
+    folder = os.environ.get("GACT_FX_RESULTS") or Path(__file__).parent / "results"
+    return Path(folder) / f"{'gpu-' * torch.cuda.is_available()}{name}-{slug}.json"
+
+
 def save(name: str, results: dict[str, Any]) -> Path:
     """Write ``results`` as JSON beside the benchmarks, named by benchmark and processor."""
-    slug = re.sub(r"[^a-z0-9]+", "-", processor().lower()).strip("-")
-    path = Path(__file__).parent / "results" / f"{name}-{slug}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = results_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": describe(), "results": results}, indent=1) + "\n")
     return path
+
+
+def saved(name: str) -> dict[str, Any]:
+    """The results that `save` wrote on a machine like this one, with this PyTorch; none if there are none."""
+    path = results_path(name)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    results: dict[str, Any] = found["results"] if found.get("machine") == describe() else {}
+    return results

@@ -1,12 +1,14 @@
 """Networks at the sizes that people train: ``build(name) -> (model, batch, loss_fn)``, as in ``networks.py``.
 
 Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and llama one of 32000, and both
-return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model.
+return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model. ``small=True`` gives the same
+architectures in a size for trials, and ``times=n`` a batch of n times as many rows. All but unet need transformers.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,44 +19,80 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "llama", "vit", "unet")
 
 
-def build(name: str) -> Network:
+@dataclass(frozen=True)
+class Scale:
+    """``small``: fewer layers, channels, tokens and pixels, for trials; ``times``: how many times the rows."""
+
+    small: bool = False
+    times: int = 1
+
+    def of(self, whole: int, small: int) -> int:
+        return small if self.small else whole
+
+
+def build(name: str, *, small: bool = False, times: int = 1) -> Network:
     torch.manual_seed(0)
     networks = {"bert": _bert, "resnet50": _resnet50, "gpt2": _gpt2, "gpt2-loss": _gpt2_loss, "llama": _llama}
-    return {**networks, "vit": _vit, "unet": _unet}[name]()
+    return {**networks, "vit": _vit, "unet": _unet}[name](Scale(small, times))
 
 
-def _bert() -> Network:
+def _bert(scale: Scale) -> Network:
     from transformers import BertConfig, BertForSequenceClassification
 
-    batch = {"input_ids": torch.randint(0, 30522, (8, 256)), "labels": torch.randint(0, 2, (8,))}
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=6)), batch, _own_loss
+    rows, width = scale.of(8, 4) * scale.times, scale.of(768, 128)
+    batch = {
+        "input_ids": torch.randint(0, scale.of(30522, 1000), (rows, scale.of(256, 64))),
+        "labels": torch.randint(0, 2, (rows,)),
+    }
+    config = BertConfig(
+        num_hidden_layers=scale.of(6, 2), hidden_size=width, num_attention_heads=width // 64,
+        intermediate_size=4 * width, vocab_size=scale.of(30522, 1000),
+    )  # fmt: skip
+    return BertForSequenceClassification(config), batch, _own_loss
 
 
-def _resnet50() -> Network:
+def _resnet50(scale: Scale) -> Network:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig()), _images(), _own_loss
+    depths = [1, 1, 1, 1] if scale.small else [3, 4, 6, 3]
+    config = ResNetConfig(depths=depths)
+    return ResNetForImageClassification(config), _images(scale), _own_loss
 
 
-def _vit() -> Network:
+def _vit(scale: Scale) -> Network:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig()), _images(), _own_loss
+    config = ViTConfig(num_hidden_layers=scale.of(12, 2), image_size=scale.of(224, 64))
+    return ViTForImageClassification(config), _images(scale), _own_loss
 
 
-def _gpt2() -> Network:
+def _tokens(scale: Scale, vocabulary: int) -> Batch:
+    tokens = torch.randint(0, vocabulary, (4 * scale.times, scale.of(512, 64)))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _gpt2(scale: Scale) -> Network:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    tokens = torch.randint(0, 50257, (4, 512))
-    return GPT2LMHeadModel(GPT2Config(n_layer=2)), {"input_ids": tokens, "labels": tokens}, _own_loss
+    width, vocabulary = scale.of(768, 128), scale.of(50257, 1000)
+    batch = _tokens(scale, vocabulary)
+    config = GPT2Config(
+        n_layer=2, n_embd=width, n_head=width // 64, vocab_size=vocabulary,
+        bos_token_id=vocabulary - 1, eos_token_id=vocabulary - 1,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), batch, _own_loss
 
 
-def _llama() -> Network:
+def _llama(scale: Scale) -> Network:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokens = torch.randint(0, 32000, (4, 512))
-    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=12)
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, _own_loss
+    width, vocabulary = scale.of(768, 128), scale.of(32000, 1000)
+    batch = _tokens(scale, vocabulary)
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=scale.of(2048, 344), num_hidden_layers=2,
+        num_attention_heads=width // 64, vocab_size=vocabulary,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), batch, _own_loss
 
 
 class LossAlone(nn.Module):
@@ -69,8 +107,8 @@ class LossAlone(nn.Module):
         return loss
 
 
-def _gpt2_loss() -> Network:
-    model, batch, _ = _gpt2()
+def _gpt2_loss(scale: Scale) -> Network:
+    model, batch, _ = _gpt2(scale)
     return LossAlone(model), batch, lambda model, batch: model(**batch)
 
 
@@ -122,13 +160,16 @@ class UNet(nn.Module):
         return out
 
 
-def _unet() -> Network:
-    batch = {"x": torch.randn(4, 3, 64, 64), "noise": torch.randn(4, 3, 64, 64)}
-    return UNet(), batch, lambda model, batch: F.mse_loss(model(batch["x"] + batch["noise"]), batch["noise"])
+def _unet(scale: Scale) -> Network:
+    rows, side = 4 * scale.times, scale.of(64, 16)
+    batch = {"x": torch.randn(rows, 3, side, side), "noise": torch.randn(rows, 3, side, side)}
+    model = UNet((16, 32, 64) if scale.small else (64, 128, 256))
+    return model, batch, lambda model, batch: F.mse_loss(model(batch["x"] + batch["noise"]), batch["noise"])
 
 
-def _images() -> Batch:
-    return {"pixel_values": torch.randn(8, 3, 224, 224), "labels": torch.randint(0, 2, (8,))}
+def _images(scale: Scale) -> Batch:
+    rows, side = scale.of(8, 4) * scale.times, scale.of(224, 64)
+    return {"pixel_values": torch.randn(rows, 3, side, side), "labels": torch.randint(0, 2, (rows,))}
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
