@@ -69,7 +69,7 @@ class Backend:
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
-            return self.watched(interpret_graph(graph) if self._interpreted else compile(), found[-1], key, is_backward)
+            return self.watched(self.run_of(graph, is_backward, compile), found[-1], key, is_backward)
 
         config = session.config
         patches = config.inductor_patches
@@ -95,6 +95,10 @@ class Backend:
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
         """The joint graph cut in two and rewritten."""
         return self._session.rewrite(joint, profiling=self._interpreted)
+
+    def run_of(self, graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
+        """What runs a rewritten graph: the graph operator by operator, or ``compile()``, which the inner compiler made."""
+        return interpret_graph(graph) if self._interpreted else compile()
 
     def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:
         """``run``, a rewritten graph, with all that watches it."""

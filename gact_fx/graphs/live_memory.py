@@ -1,0 +1,133 @@
+"""How much memory a graph needs while it runs, read off the sizes that tracing left.
+
+Operator by operator, a storage lives from the operator that makes it to the last one that reads it or a view of it.
+A compiler that fuses operators makes less: what only operators of the same kernel read is never in memory, and an
+operator may write where it reads what dies.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+from gact_fx.graphs.tensors import storage_key
+from gact_fx.graphs.trees import tree_leaves
+
+aten = torch.ops.aten
+# Operators of PyTorch that Inductor does not generate loops for: libraries have them, or eager PyTorch.
+LIBRARY = frozenset({
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.mv, aten.dot,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward,
+    aten.sort, aten.topk, aten.cumsum, aten.index_put, aten.index_put_, aten._unsafe_index_put, aten.scatter_add,
+    aten.scatter_reduce, aten.index_add, aten.scatter, aten._unsafe_masked_index_put_accumulate,
+    aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
+    aten._fft_c2r, aten.nonzero,
+})  # fmt: skip
+LOOPS = ("aten", "prims")
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """The storages of what ``node`` gives, with their bytes."""
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in values}
+
+
+def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
+    """The most bytes that are live while ``graph`` runs, above those that are live when it begins.
+
+    ``freed`` are the inputs that nobody else holds: these are freed after their last use.
+    """
+    return _Walk(graph, freed, fused).peak()
+
+
+class _Walk:
+    """One way through a graph; ``when`` counts its calls."""
+
+    def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
+        self._nodes = [node for node in graph.nodes if node.op == "call_function"]
+        self._when = {node: when for when, node in enumerate(self._nodes)}
+        self._sizes = {node: storages(node) for node in graph.nodes if node.op != "output"}
+        inputs = graph.find_nodes(op="placeholder")
+        self._given = {key for node in inputs for key in self._sizes[node]}
+        kept = {key for node in inputs if node not in freed for key in self._sizes[node]}
+        self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
+        self._views = {node for node in self._nodes if self._is_view(node)}
+        self._fused = fused
+        self._inlined = self._find_inlined(graph) if fused else set[fx.Node]()
+        self._unmade = {key for node in self._inlined for key in self._sizes[node]}
+
+    def peak(self) -> int:
+        """The most bytes that are live at a time, above those at the beginning."""
+        ends = self._find_ends()
+        live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
+        highest = 0
+        for when, node in enumerate(self._nodes):
+            new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
+            known |= new.keys()
+            dying = ends.get(when, {})
+            live += sum(new.values())
+            highest = max(highest, live - self._written_over(node, new, dying))
+            live -= sum(dying.values())
+        return highest
+
+    def _find_ends(self) -> dict[int, dict[int, int]]:
+        """By the call that reads or makes them last, the storages that are freed then, with their bytes."""
+        read: dict[fx.Node, int] = {}
+        for node in reversed(self._nodes):
+            is_late = node in self._inlined or (node in self._views and not self._sizes[node].keys().isdisjoint(self._unmade))
+            # What is not made is computed where its readers are.
+            read[node] = max((read[user] for user in node.users if user in read), default=self._when[node]) if is_late else self._when[node]
+        last = {key: self._when.get(node, -1) for node in self._sizes for key in self._sizes[node]}
+        for node in self._nodes:
+            for key in (key for source in node.all_input_nodes for key in self._sizes[source]):
+                last[key] = max(last[key], read[node])
+        ends: dict[int, dict[int, int]] = {}
+        for sizes in self._sizes.values():
+            for key, nbytes in sizes.items():
+                if key not in self._stays and key not in self._unmade:
+                    ends.setdefault(last[key], {})[key] = nbytes
+        return ends
+
+    def _written_over(self, node: fx.Node, new: dict[int, int], dying: dict[int, int]) -> int:
+        """Bytes that die here and are written over, rather than freed."""
+        if not self._fused or _is_of_library(node):
+            return 0
+        over = [nbytes for key, nbytes in dying.items() if key not in self._given and key not in new]
+        return max((nbytes for nbytes in new.values() if nbytes in over), default=0)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether ``node`` gives memory that was there before."""
+        before = {key for source in node.all_input_nodes for key in self._sizes[source]}
+        return bool(self._sizes[node]) and self._sizes[node].keys() <= before
+
+    def _find_inlined(self, graph: fx.Graph) -> set[fx.Node]:
+        """The calls whose results only loops of the same kernel read, so that they are never in memory."""
+        # How many calls of a library lie before a node: loops between the same two of these are one kernel.
+        rank: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            rank[node] = max((rank[source] + _is_of_library(source) for source in node.all_input_nodes), default=0)
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        found = set()
+        for node in reversed(self._nodes):
+            users = list(node.users)
+            through = [readers[user] for user in users if user in self._views]
+            readers[node] = {user for user in users if user not in self._views}.union(*through)
+            is_loop = not _is_of_library(node) and node not in self._views
+            if is_loop and all(_is_loop(user) and rank[user] == rank[node] for user in readers[node]):
+                found.add(node)
+        return found
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _is_of_library(node)
+
+
+def _is_of_library(node: fx.Node) -> bool:
+    packet = packet_of(node)
+    namespace = str(node.target).partition(".")[0]
+    return packet is not None and (packet in LIBRARY or namespace not in LOOPS)

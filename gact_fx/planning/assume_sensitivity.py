@@ -1,0 +1,27 @@
+"""What is assumed of a tensor that nobody has measured: it is as sensitive, element by element, as all others."""
+
+from gact_fx.codec.code import WIDTHS, Code, relative_variance
+from gact_fx.codec.layout import BFLOAT16_BITS, ROUNDINGS
+from gact_fx.config import GROUP_SIZES
+from gact_fx.passes.encodings import Quantize
+from gact_fx.records import SavedTensor, Sensitivity
+
+_CODES = tuple(
+    Code(bits, rounding, size)
+    for bits in (*WIDTHS, BFLOAT16_BITS)
+    for rounding in ROUNDINGS
+    if rounding != "nearest" and not (bits == BFLOAT16_BITS and rounding == "dither")
+    for size in GROUP_SIZES
+)
+
+
+def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
+    """The sensitivity of a tensor each of whose elements adds 1, stored as its values where these may be.
+
+    Where backward bends in it, these codes are taken for as good as measured ones.
+    """
+    value = float(tensor.numel)
+    variances = {code: value * relative_variance(code) for code in _CODES}
+    found = Sensitivity(value, variances, squared_biases=dict.fromkeys(_CODES, 0.0) if how.bends else {})
+    others = () if how.values_allowed else how.other_ways()
+    return Sensitivity(found.value, variances, {}, found.squared_biases, dict.fromkeys(others, found))
