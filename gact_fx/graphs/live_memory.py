@@ -5,11 +5,13 @@ A compiler that fuses operators makes less: what only operators of the same kern
 operator may write where it reads what dies.
 """
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
 
+from gact_fx.graphs.operator_table import CONSTANTS, REDUCTIONS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
@@ -29,6 +31,10 @@ LIBRARY = frozenset({
     aten._fft_c2r, aten.nonzero,
 })  # fmt: skip
 LOOPS = ("aten", "prims")
+# Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
+# tensors, or is made of more operators.
+HEAVY = frozenset({aten.exp, aten.sigmoid})
+MOST_READS, MOST_OPERATORS = 4, 30
 
 
 def storages(node: fx.Node) -> dict[int, int]:
@@ -106,20 +112,51 @@ class _Walk:
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
 
     def _find_inlined(self, graph: fx.Graph) -> set[fx.Node]:
-        """The calls whose results only loops of the same kernel read, so that they are never in memory."""
+        """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
+        readers = self._find_readers()
         # How many calls of a library lie before a node: loops between the same two of these are one kernel.
         rank: dict[fx.Node, int] = {}
         for node in graph.nodes:
             rank[node] = max((rank[source] + _is_of_library(source) for source in node.all_input_nodes), default=0)
-        readers: dict[fx.Node, set[fx.Node]] = {}
-        found = set()
+        loops = [node for node in self._nodes if node not in self._views and not _is_of_library(node)]
+        loops = [node for node in loops if all(map(_is_loop, readers[node]))]
+        found = self._find_repeated(loops, readers)
+        # By call, those with results of their own that read it, themselves or what is computed again for them.
+        last: dict[fx.Node, set[fx.Node]] = {}
         for node in reversed(self._nodes):
-            users = list(node.users)
-            through = [readers[user] for user in users if user in self._views]
-            readers[node] = {user for user in users if user not in self._views}.union(*through)
-            is_loop = not _is_of_library(node) and node not in self._views
-            if is_loop and all(_is_loop(user) and rank[user] == rank[node] for user in readers[node]):
+            through = [last[reader] if reader in found else {reader} for reader in readers[node]]
+            last[node] = set().union(*through)
+            if node in loops and node not in found and all(rank.get(reader) == rank[node] for reader in last[node]):
                 found.add(node)
+        return found
+
+    def _find_readers(self) -> dict[fx.Node, set[fx.Node]]:
+        """By call, those that read its result or a view of it."""
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in reversed(self._nodes):
+            through = [readers[user] for user in node.users if user in self._views]
+            readers[node] = {user for user in node.users if user not in self._views}.union(*through)
+        return readers
+
+    def _find_repeated(self, loops: list[fx.Node], readers: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+        """The loops that every reader computes again, by Inductor's rules: short, of few inputs, and cheap."""
+        found: set[fx.Node] = set()
+        reads: dict[fx.Node, set[fx.Node]] = {}
+        length: Counter[fx.Node] = Counter()
+        candidates = set(loops)
+        for node in self._nodes:
+            reads[node] = set()
+            for source in node.all_input_nodes:
+                is_open = source in found or source in self._views
+                reads[node] |= reads.get(source, {source}) if is_open else {source}
+                length[node] += length[source] if is_open else 0
+            length[node] += node not in self._views
+            packet = packet_of(node)
+            is_heavy = packet in HEAVY and len(readers[node]) > 1
+            is_short = len(reads[node]) <= MOST_READS and length[node] <= MOST_OPERATORS
+            if packet in CONSTANTS or (node in candidates and packet not in REDUCTIONS and is_short and not is_heavy):
+                if all(map(_is_loop, readers[node])):
+                    found.add(node)
         return found
 
 
