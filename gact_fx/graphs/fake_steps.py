@@ -28,8 +28,7 @@ from gact_fx.graphs.tensors import storage_key
 from gact_fx.graphs.trees import tree_leaves
 
 T = TypeVar("T")
-# What operators raise whose results depend on values.
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class Fakes:
@@ -62,6 +61,13 @@ def rows_of(value: object) -> int | None:
     """The first size that most tensors in ``value`` have; None without any."""
     rows = Counter(x.shape[0] for x in tensors_in(value) if x.dim())
     return max(rows, key=lambda count: rows[count], default=None)
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an operator whose result depends on values is the reason for ``error``."""
+    while error is not None and not isinstance(error, _NEEDS_VALUES):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class _CopyMode(FakeCopyMode):  # type: ignore[misc, unused-ignore]
@@ -118,11 +124,11 @@ class LiveBytes(TorchDispatchMode):
                 self._sizes[storage_key(x)] = storage.nbytes()
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._free, storage_key(x))
-        self.needs(0)
+        self.reaches(self.live)
 
-    def needs(self, nbytes: int) -> None:
-        """Take note that so many more bytes are live for a moment."""
-        self.peak = max(self.peak, self.live + nbytes)
+    def reaches(self, nbytes: int) -> None:
+        """Take note that so many bytes are live for a moment."""
+        self.peak = max(self.peak, nbytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[set[int]]:
