@@ -6,8 +6,9 @@ operator may write where it reads what dies.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+import networkx
 import torch
 from torch import fx
 
@@ -30,6 +31,7 @@ LIBRARY = frozenset({
     aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
     aten._fft_c2r, aten.nonzero,
 })  # fmt: skip
+_COMPRESS = torch.ops.gact_fx.compress.default
 LOOPS = ("aten", "prims")
 # Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
 # tensors, or is made of more operators.
@@ -52,11 +54,10 @@ def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> 
 
 
 class _Walk:
-    """One way through a graph; ``when`` counts its calls."""
+    """One way through a graph, step by step: an operator, or all that one kernel computes."""
 
     def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
-        self._when = {node: when for when, node in enumerate(self._nodes)}
         self._sizes = {node: storages(node) for node in graph.nodes if node.op != "output"}
         inputs = graph.find_nodes(op="placeholder")
         self._given = {key for node in inputs for key in self._sizes[node]}
@@ -64,30 +65,34 @@ class _Walk:
         self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
-        self._inlined = self._find_inlined(graph) if fused else set[fx.Node]()
+        self._rank = self._find_ranks(graph)
+        self._inlined = self._find_inlined() if fused else set[fx.Node]()
         self._unmade = {key for node in self._inlined for key in self._sizes[node]}
+        self._steps = self._kernels() if fused else [[node] for node in self._nodes]
+        self._when = {node: when for when, step in enumerate(self._steps) for node in step}
 
     def peak(self) -> int:
         """The most bytes that are live at a time, above those at the beginning."""
         ends = self._find_ends()
         live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
         highest = 0
-        for when, node in enumerate(self._nodes):
-            new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
+        for when, step in enumerate(self._steps):
+            new = {key: nbytes for node in step for key, nbytes in self._sizes[node].items() if key not in known}
             known |= new.keys()
             dying = ends.get(when, {})
             live += sum(new.values())
-            highest = max(highest, live - self._written_over(node, new, dying))
+            highest = max(highest, live - self._written_over(step, new, dying))
             live -= sum(dying.values())
         return highest
 
     def _find_ends(self) -> dict[int, dict[int, int]]:
-        """By the call that reads or makes them last, the storages that are freed then, with their bytes."""
+        """By the step that reads or makes them last, the storages that are freed then, with their bytes."""
         read: dict[fx.Node, int] = {}
         for node in reversed(self._nodes):
-            is_late = node in self._inlined or (node in self._views and not self._sizes[node].keys().isdisjoint(self._unmade))
+            is_unmade = node in self._inlined or not self._sizes[node].keys().isdisjoint(self._unmade)
             # What is not made is computed where its readers are.
-            read[node] = max((read[user] for user in node.users if user in read), default=self._when[node]) if is_late else self._when[node]
+            later = [read[user] for user in node.users if user in read] if is_unmade else []
+            read[node] = max(later, default=self._when[node])
         last = {key: self._when.get(node, -1) for node in self._sizes for key in self._sizes[node]}
         for node in self._nodes:
             for key in (key for source in node.all_input_nodes for key in self._sizes[source]):
@@ -99,25 +104,71 @@ class _Walk:
                     ends.setdefault(last[key], {})[key] = nbytes
         return ends
 
-    def _written_over(self, node: fx.Node, new: dict[int, int], dying: dict[int, int]) -> int:
-        """Bytes that die here and are written over, rather than freed."""
-        if not self._fused or _is_of_library(node):
+    def _written_over(self, step: Sequence[fx.Node], new: dict[int, int], dying: dict[int, int]) -> int:
+        """Bytes that die in a kernel and are written over, rather than freed."""
+        if not self._fused or any(map(_is_of_library, step)):
             return 0
-        over = [nbytes for key, nbytes in dying.items() if key not in self._given and key not in new]
-        return max((nbytes for nbytes in new.values() if nbytes in over), default=0)
+        foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
+        over = Counter(n for key, n in dying.items() if key not in self._given | foreign and key not in new)
+        return sum((over & Counter(new.values())).elements())
+
+    def _kernels(self) -> list[list[fx.Node]]:
+        """The calls in the order in which they run, those that Inductor computes in one kernel together.
+
+        That is what reads the same tensors, or each other, with no library's call between them. Codes are made as soon
+        as they can be, which frees most.
+        """
+        links = networkx.Graph()
+        links.add_nodes_from(self._nodes)
+        readers: dict[tuple[int, int, int], fx.Node] = {}
+        for node in self._nodes:
+            loops = [s for s in node.all_input_nodes if s in self._rank and s.op == "call_function"]
+            if node in self._views:
+                links.add_edges_from((node, source) for source in node.all_input_nodes if source.op == "call_function")
+            elif not _is_of_library(node):
+                same = [s for s in loops if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
+                links.add_edges_from((node, source) for source in same)
+                for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
+                    if nbytes in self._sizes[node].values():
+                        links.add_edge(node, readers.setdefault((self._rank[node], key, nbytes), node))
+        links.remove_edges_from(networkx.selfloop_edges(links))
+        place = {node: index for index, node in enumerate(self._nodes)}
+        groups = [sorted(group, key=place.__getitem__) for group in networkx.connected_components(links)]
+        of = {node: index for index, group in enumerate(groups) for node in group}
+        order = networkx.DiGraph()
+        order.add_nodes_from(range(len(groups)))
+        for node in self._nodes:
+            order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
+        if not networkx.is_directed_acyclic_graph(order):
+            return [[node] for node in self._nodes]
+
+        def when(index: int) -> int:
+            is_code = any(node.target is _COMPRESS for node in groups[index])
+            return -1 if is_code else min(place[node] for node in groups[index])
+
+        return [groups[index] for index in networkx.lexicographical_topological_sort(order, key=when)]
+
+    def _ends_in_library(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a library's call, or a view of the result of one."""
+        while node in self._views and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return _is_of_library(node)
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether ``node`` gives memory that was there before."""
         before = {key for source in node.all_input_nodes for key in self._sizes[source]}
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
 
-    def _find_inlined(self, graph: fx.Graph) -> set[fx.Node]:
-        """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
-        readers = self._find_readers()
-        # How many calls of a library lie before a node: loops between the same two of these are one kernel.
+    def _find_ranks(self, graph: fx.Graph) -> dict[fx.Node, int]:
+        """How many calls of a library lie before a node: loops between the same two of these may be one kernel."""
         rank: dict[fx.Node, int] = {}
         for node in graph.nodes:
             rank[node] = max((rank[source] + _is_of_library(source) for source in node.all_input_nodes), default=0)
+        return rank
+
+    def _find_inlined(self) -> set[fx.Node]:
+        """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
+        readers, rank = self._find_readers(), self._rank
         loops = [node for node in self._nodes if node not in self._views and not _is_of_library(node)]
         loops = [node for node in loops if all(map(_is_loop, readers[node]))]
         found = self._find_repeated(loops, readers)
@@ -158,6 +209,11 @@ class _Walk:
                 if all(map(_is_loop, readers[node])):
                     found.add(node)
         return found
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether a call returns memory that it made itself, which Inductor does not write over."""
+    return str(node.target).partition(".")[0] not in LOOPS
 
 
 def _is_loop(node: fx.Node) -> bool:
