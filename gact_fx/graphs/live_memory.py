@@ -5,8 +5,9 @@ A compiler that fuses operators makes less: what only operators of the same kern
 operator may write where it reads what dies.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import networkx
 import torch
@@ -115,38 +116,51 @@ class _Walk:
     def _kernels(self) -> list[list[fx.Node]]:
         """The calls in the order in which they run, those that Inductor computes in one kernel together.
 
-        That is what reads the same tensors, or each other, with no library's call between them. Codes are made as soon
-        as they can be, which frees most.
+        Codes are made as soon as they can be, which frees most.
         """
-        links = networkx.Graph()
-        links.add_nodes_from(self._nodes)
-        readers: dict[tuple[int, int, int], fx.Node] = {}
-        for node in self._nodes:
-            loops = [s for s in node.all_input_nodes if s in self._rank and s.op == "call_function"]
-            if node in self._views:
-                links.add_edges_from((node, source) for source in node.all_input_nodes if source.op == "call_function")
-            elif not _is_of_library(node):
-                same = [s for s in loops if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
-                links.add_edges_from((node, source) for source in same)
-                for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
-                    if nbytes in self._sizes[node].values():
-                        links.add_edge(node, readers.setdefault((self._rank[node], key, nbytes), node))
-        links.remove_edges_from(networkx.selfloop_edges(links))
         place = {node: index for index, node in enumerate(self._nodes)}
-        groups = [sorted(group, key=place.__getitem__) for group in networkx.connected_components(links)]
-        of = {node: index for index, group in enumerate(groups) for node in group}
+        groups = {index: group for index, group in enumerate(self._connected())}
+        of = {node: index for index, group in groups.items() for node in group}
         order = networkx.DiGraph()
-        order.add_nodes_from(range(len(groups)))
+        order.add_nodes_from(groups)
         for node in self._nodes:
             order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
         if not networkx.is_directed_acyclic_graph(order):
             return [[node] for node in self._nodes]
+        for first, second in self._that_read_the_same():
+            a, b = of[first], of[second]
+            if a != b and not _is_between(order, a, b) and not _is_between(order, b, a):
+                networkx.contracted_nodes(order, a, b, self_loops=False, copy=False)
+                groups[a] = groups[a] | groups.pop(b)
+                of.update(dict.fromkeys(groups[a], a))
 
         def when(index: int) -> int:
             is_code = any(node.target is _COMPRESS for node in groups[index])
             return -1 if is_code else min(place[node] for node in groups[index])
 
-        return [groups[index] for index in networkx.lexicographical_topological_sort(order, key=when)]
+        steps = networkx.lexicographical_topological_sort(order, key=when)
+        return [sorted(groups[index], key=place.__getitem__) for index in steps]
+
+    def _connected(self) -> list[set[fx.Node]]:
+        """Loops that read each other with no library's call between them, and views with what they are of."""
+        links = networkx.Graph()
+        links.add_nodes_from(self._nodes)
+        for node in self._nodes:
+            calls = [source for source in node.all_input_nodes if source.op == "call_function"]
+            if node not in self._views:
+                same = [s for s in calls if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
+                calls = [] if _is_of_library(node) else same
+            links.add_edges_from((node, source) for source in calls)
+        return list(networkx.connected_components(links))
+
+    def _that_read_the_same(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Pairs of loops that read the same tensor, as large as what they make."""
+        readers: dict[int, list[fx.Node]] = {}
+        for node in self._nodes:
+            for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
+                if _is_loop(node) and node not in self._views and nbytes in self._sizes[node].values():
+                    readers.setdefault(key, []).append(node)
+        return (pair for nodes in readers.values() for pair in itertools.pairwise(nodes))
 
     def _ends_in_library(self, node: fx.Node) -> bool:
         """Whether ``node`` is a library's call, or a view of the result of one."""
@@ -209,6 +223,13 @@ class _Walk:
                 if all(map(_is_loop, readers[node])):
                     found.add(node)
         return found
+
+
+def _is_between(order: networkx.DiGraph, first: int, last: int) -> bool:
+    """Whether a step has to run between two others."""
+    return any(
+        step != last and networkx.has_path(order, step, last) for step in order.successors(first)
+    )
 
 
 def _is_foreign(node: fx.Node) -> bool:
