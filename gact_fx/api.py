@@ -10,10 +10,10 @@ from torch import nn
 
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import OPTIONS, Config, given
-from gact_fx.diagnostics.estimate import Estimate, Subject, make_estimate
+from gact_fx.diagnostics.estimate import Estimate, Subject, make_estimate, memory_nbytes
 from gact_fx.diagnostics.report import Report
 from gact_fx.errors import UsageError, UsageTypeError, unknown_option
-from gact_fx.options import BUDGETS, UNSET, parse_budget
+from gact_fx.options import BUDGETS, UNSET
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
@@ -232,18 +232,9 @@ def estimate(
         raise UsageError(
             f"gact_fx.estimate: optimizer_states must be a whole number of at least 0, got {optimizer_states!r}"
         )
-    nbytes = parse_budget(memory) if isinstance(memory, str) else memory
-    if nbytes is not None or memory is not None:
-        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-            raise UsageError(
-                f'gact_fx.estimate: memory must be a number of bytes, or a text as "8GB" or "2GiB", got {memory!r}'
-            )
-    inner = unwrapped(model)
-    loss = loss_fn or default_loss
-    plan = None
+    nbytes, inner, loss, plan = memory_nbytes(memory), unwrapped(model), loss_fn or default_loss, None
     if noise:
-        measured = compile_by(copy.deepcopy(inner), chosen, None, Samples([batch], loss))
-        plan = inspect(measured).plan
+        plan = inspect(compile_by(copy.deepcopy(inner), chosen, None, Samples([batch], loss))).plan
     return make_estimate(Subject.of(inner, batch, loss, chosen, plan=plan, optimizer_states=optimizer_states), nbytes)
 
 

@@ -13,6 +13,8 @@ from gact_fx.diagnostics.report import Report
 from gact_fx.diagnostics.summary import megabytes, times
 from gact_fx.errors import StepError, UsageError
 from gact_fx.graphs.fake_steps import Fakes, rows_of, tensors_in
+from gact_fx.graphs.tensors import is_subclass
+from gact_fx.options import parse_budget
 from gact_fx.plan import Plan
 from gact_fx.training.fake_training import FakeTraining
 from gact_fx.training.minibatch_variance import LossFunction
@@ -108,6 +110,11 @@ class Subject:
     @classmethod
     def of(cls, model: nn.Module, batch: Any, loss_fn: LossFunction, config: Config, **more: Any) -> "Subject":
         """A real model and a real batch, both of which stay as they are."""
+        if any(map(is_subclass, model.parameters())):
+            raise StepError(
+                "gact_fx.estimate: parameters that are sharded (DTensor) cannot be copied without data; estimate the "
+                "model before fully_shard"
+            )
         rows = rows_of(batch)
 
         def make(count: int | None) -> tuple[Fakes, nn.Module, Any]:
@@ -115,6 +122,20 @@ class Subject:
             return fakes, fakes.copy(model), fakes.copy(batch, {} if count is None or rows is None else {rows: count})
 
         return cls(make, rows, loss_fn, config, **more)
+
+
+def memory_nbytes(memory: int | str | None) -> int | None:
+    """Bytes of memory as people write it.
+
+    Raises:
+        ValueError: what is written is no number of bytes.
+    """
+    nbytes = parse_budget(memory) if isinstance(memory, str) else memory
+    if memory is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
+        raise UsageError(
+            f'gact_fx.estimate: memory must be a number of bytes, or a text as "8GB" or "2GiB", got {memory!r}'
+        )
+    return nbytes if isinstance(nbytes, int) else None
 
 
 def make_estimate(subject: Subject, memory: int | None) -> Estimate:

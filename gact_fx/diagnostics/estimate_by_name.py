@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,10 +115,10 @@ def _like(defaults: Any, key: str, text: str) -> Any:
     """``text`` as a value of the type that the configuration's field has by default."""
     known = set(defaults.to_dict()) | set(inspect.signature(type(defaults).__init__).parameters)
     if key not in known:
-        raise UsageError(f"{_WHO}: {type(defaults).__name__} has no field {key!r}; its fields: {', '.join(sorted(known))}")
+        raise UsageError(
+            f"{_WHO}: {type(defaults).__name__} has no field {key!r}; its fields: {', '.join(sorted(known))}"
+        )
     try:
-        import json
-
         return json.loads(text)
     except json.JSONDecodeError:
         return {"True": True, "False": False, "None": None}.get(text, text)

@@ -32,7 +32,7 @@ LIBRARY = frozenset({
     aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
     aten._fft_c2r, aten.nonzero,
 })  # fmt: skip
-_COMPRESS = torch.ops.gact_fx.compress.default
+_COMPRESS = "gact_fx.compress.default"
 LOOPS = ("aten", "prims")
 # Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
 # tensors, or is made of more operators.
@@ -135,7 +135,7 @@ class _Walk:
                 of.update(dict.fromkeys(groups[a], a))
 
         def when(index: int) -> int:
-            is_code = any(node.target is _COMPRESS for node in groups[index])
+            is_code = any(str(node.target) == _COMPRESS for node in groups[index])
             return -1 if is_code else min(place[node] for node in groups[index])
 
         steps = networkx.lexicographical_topological_sort(order, key=when)
@@ -227,9 +227,7 @@ class _Walk:
 
 def _is_between(order: networkx.DiGraph, first: int, last: int) -> bool:
     """Whether a step has to run between two others."""
-    return any(
-        step != last and networkx.has_path(order, step, last) for step in order.successors(first)
-    )
+    return any(step != last and networkx.has_path(order, step, last) for step in order.successors(first))
 
 
 def _is_foreign(node: fx.Node) -> bool:

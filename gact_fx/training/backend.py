@@ -116,7 +116,6 @@ class Backend:
             return recorder.backward(run, key, graph.replayable, graph.analysis)
         return recorder.forward(run, key, graph.replayable, graph.analysis)
 
-
     def noting(self, run: Compiled, graph: RewrittenGraph) -> Compiled:
         """``run``, the forward pass of ``graph``, noting what it holds that others may hold as well."""
         if self.session.eager_regions is None:

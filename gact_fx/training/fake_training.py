@@ -6,7 +6,7 @@ one. What graphs need while they run is read off the rewritten graphs; what runs
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
