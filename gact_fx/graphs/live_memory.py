@@ -127,9 +127,14 @@ class _Walk:
             order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
         if not networkx.is_directed_acyclic_graph(order):
             return [[node] for node in self._nodes]
+        ranks = {}
+        for index, group in groups.items():
+            several = [self._rank[node] for node in group]
+            ranks[index] = min(several), max(several)
         for first, second in self._that_read_the_same():
             a, b = of[first], of[second]
-            if a != b and not _is_between(order, a, b) and not _is_between(order, b, a):
+            if a != b and not _is_between(order, ranks, a, b) and not _is_between(order, ranks, b, a):
+                ranks[a] = min(ranks[a][0], ranks[b][0]), max(ranks[a][1], ranks[b][1])
                 networkx.contracted_nodes(order, a, b, self_loops=False, copy=False)
                 groups[a] = groups[a] | groups.pop(b)
                 of.update(dict.fromkeys(groups[a], a))
@@ -217,17 +222,26 @@ class _Walk:
                 length[node] += length[source] if is_open else 0
             length[node] += node not in self._views
             packet = packet_of(node)
-            is_heavy = packet in HEAVY and len(readers[node]) > 1
+            is_heavy = packet in REDUCTIONS or (packet in HEAVY and len(readers[node]) > 1)
             is_short = len(reads[node]) <= MOST_READS and length[node] <= MOST_OPERATORS
-            if packet in CONSTANTS or (node in candidates and packet not in REDUCTIONS and is_short and not is_heavy):
-                if all(map(_is_loop, readers[node])):
-                    found.add(node)
+            if node in candidates and (packet in CONSTANTS or (is_short and not is_heavy)):
+                found.add(node)
         return found
 
 
-def _is_between(order: networkx.DiGraph, first: int, last: int) -> bool:
-    """Whether a step has to run between two others."""
-    return any(step != last and networkx.has_path(order, step, last) for step in order.successors(first))
+def _is_between(order: networkx.DiGraph, ranks: Mapping[int, tuple[int, int]], first: int, last: int) -> bool:
+    """Whether a step has to run between two others; ``ranks`` are the least and the greatest of every step."""
+    waiting = [step for step in order.successors(first) if step != last]
+    seen = set(waiting)
+    while waiting:
+        step = waiting.pop()
+        if step == last:
+            return True
+        # Ranks grow along a way.
+        new = [s for s in order.successors(step) if s not in seen and ranks[s][0] <= ranks[last][1]]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def _is_foreign(node: fx.Node) -> bool:
