@@ -1,8 +1,8 @@
 """Steps of training on tensors without data: what they allocate is known, and nothing is computed.
 
 Private, tried with torch 2.13: ``torch._subclasses.fake_tensor`` with ``FakeTensorMode`` and ``FakeCopyMode`` (public
-would be fake tensors in ``torch.compiler``), ``DataDependentOutputException`` and ``DynamicOutputShapeException`` there,
-``torch.utils._python_dispatch.TorchDispatchMode`` (public but for the underscore),
+would be fake tensors in ``torch.compiler``), ``DataDependentOutputException`` and ``DynamicOutputShapeException``
+there, ``torch.utils._python_dispatch.TorchDispatchMode`` (public but for the underscore),
 ``torch._C.DisableTorchFunctionSubclass`` (public would be the same in ``torch.overrides``), and Inductor's random
 operators by name.
 """

@@ -97,7 +97,7 @@ class Backend:
         return self.session.rewrite(joint, profiling=self._interpreted)
 
     def run_of(self, graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
-        """What runs a rewritten graph: the graph operator by operator, or ``compile()``, which the inner compiler made."""
+        """What runs a rewritten graph: operator by operator, or ``compile()``, which is from the inner compiler."""
         return interpret_graph(graph) if self._interpreted else compile()
 
     def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:

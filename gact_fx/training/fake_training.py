@@ -187,6 +187,6 @@ def _fail(error: Exception) -> NoReturn:
             f"({first_line(error)}); {instead}"
         ) from error
     raise StepError(
-        f"{_WHO}: the step failed on tensors without data, with {type(error).__name__}: {first_line(error)}. Batch must "
-        f"be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes; if it is, {instead}"
+        f"{_WHO}: the step failed on tensors without data, with {type(error).__name__}: {first_line(error)}. The batch "
+        f"must be what loss_fn(model, batch), by default model(**batch) or model(*batch), takes; if it is, {instead}"
     ) from error
