@@ -178,7 +178,7 @@ def test_wrong_arguments_are_errors() -> None:
     def estimate(**options: Any) -> None:
         gact_fx.estimate(model, batch, loss_fn=loss_of, **options)
 
-    with pytest.raises(ValueError, match="memory must be a number of bytes.*'much'"):
+    with pytest.raises(ValueError, match=r"memory must be a number of bytes.*'much'"):
         estimate(memory="much")
     with pytest.raises(ValueError, match="did you mean 'recompute'"):
         estimate(recomput="full")
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_errors() -> None:
         estimate(budget_bits=None)
     with pytest.raises(ValueError, match="optimizer_states"):
         estimate(optimizer_states=-1)
-    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match="must be a torch"):
         gact_fx.estimate(loss_of, batch)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"gact_fx\.estimate: loss_fn must return a scalar"):
         gact_fx.estimate(model, batch, inner="eager")
