@@ -5,9 +5,8 @@ A compiler that fuses operators makes less: what only operators of the same kern
 operator may write where it reads what dies.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import networkx
 import torch
@@ -119,53 +118,38 @@ class _Walk:
         Codes are made as soon as they can be, which frees most.
         """
         place = {node: index for index, node in enumerate(self._nodes)}
-        groups = {index: group for index, group in enumerate(self._connected())}
-        of = {node: index for index, group in groups.items() for node in group}
+        groups = self._connected()
+        of = {node: index for index, group in enumerate(groups) for node in group}
         order = networkx.DiGraph()
-        order.add_nodes_from(groups)
+        order.add_nodes_from(range(len(groups)))
         for node in self._nodes:
             order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
         if not networkx.is_directed_acyclic_graph(order):
             return [[node] for node in self._nodes]
-        ranks = {}
-        for index, group in groups.items():
-            several = [self._rank[node] for node in group]
-            ranks[index] = min(several), max(several)
-        for first, second in self._that_read_the_same():
-            a, b = of[first], of[second]
-            if a != b and not _is_between(order, ranks, a, b) and not _is_between(order, ranks, b, a):
-                ranks[a] = min(ranks[a][0], ranks[b][0]), max(ranks[a][1], ranks[b][1])
-                networkx.contracted_nodes(order, a, b, self_loops=False, copy=False)
-                groups[a] = groups[a] | groups.pop(b)
-                of.update(dict.fromkeys(groups[a], a))
 
         def when(index: int) -> int:
             is_code = any(str(node.target) == _COMPRESS for node in groups[index])
-            return -1 if is_code else min(place[node] for node in groups[index])
+            made = groups[index] - self._inlined - self._views
+            return -1 if is_code else min(place[node] for node in made or groups[index])
 
         steps = networkx.lexicographical_topological_sort(order, key=when)
         return [sorted(groups[index], key=place.__getitem__) for index in steps]
 
     def _connected(self) -> list[set[fx.Node]]:
-        """Loops that read each other with no library's call between them, and views with what they are of."""
+        """Loops that read each other, or the same tensor, with no library's call between them; views with theirs."""
         links = networkx.Graph()
         links.add_nodes_from(self._nodes)
+        readers: dict[tuple[int, int], fx.Node] = {}
         for node in self._nodes:
             calls = [source for source in node.all_input_nodes if source.op == "call_function"]
             if node not in self._views:
                 same = [s for s in calls if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
                 calls = [] if _is_of_library(node) else same
             links.add_edges_from((node, source) for source in calls)
-        return list(networkx.connected_components(links))
-
-    def _that_read_the_same(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Pairs of loops that read the same tensor, as large as what they make."""
-        readers: dict[int, list[fx.Node]] = {}
-        for node in self._nodes:
             for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
                 if _is_loop(node) and node not in self._views and nbytes in self._sizes[node].values():
-                    readers.setdefault(key, []).append(node)
-        return (pair for nodes in readers.values() for pair in itertools.pairwise(nodes))
+                    links.add_edge(node, readers.setdefault((self._rank[node], key), node))
+        return list(networkx.connected_components(links))
 
     def _ends_in_library(self, node: fx.Node) -> bool:
         """Whether ``node`` is a library's call, or a view of the result of one."""
@@ -227,21 +211,6 @@ class _Walk:
             if node in candidates and (packet in CONSTANTS or (is_short and not is_heavy)):
                 found.add(node)
         return found
-
-
-def _is_between(order: networkx.DiGraph, ranks: Mapping[int, tuple[int, int]], first: int, last: int) -> bool:
-    """Whether a step has to run between two others; ``ranks`` are the least and the greatest of every step."""
-    waiting = [step for step in order.successors(first) if step != last]
-    seen = set(waiting)
-    while waiting:
-        step = waiting.pop()
-        if step == last:
-            return True
-        # Ranks grow along a way.
-        new = [s for s in order.successors(step) if s not in seen and ranks[s][0] <= ranks[last][1]]
-        seen.update(new)
-        waiting += new
-    return False
 
 
 def _is_foreign(node: fx.Node) -> bool:

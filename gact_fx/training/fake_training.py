@@ -166,7 +166,8 @@ class _FakeBackend(Backend):
 
 def _assumed(profile: GraphProfile) -> GraphProfile:
     """The profile of a graph that nobody has measured."""
-    assumed = {tensor.name: assume_sensitivity(tensor, how) for tensor, how in profile.analysis.quantized()}
+    quantized = enumerate(profile.analysis.quantized())
+    assumed = {tensor.name: assume_sensitivity(tensor, how, position) for position, (tensor, how) in quantized}
     profile.add(profile.analysis, assumed)
     return profile
 
