@@ -77,7 +77,7 @@ class _CopyMode(FakeCopyMode):  # type: ignore[misc, unused-ignore]
         self._rows, self._found = rows, found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+        result: Any = super().__torch_function__(func, types, args, kwargs)
         if func is not torch.Tensor.__deepcopy__:
             return result
         if self._found is not None:
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.live = self.peak = 0
         self._sizes = {storage_key(x): 0 for x in known}
         self._gone: set[int] | None = None
@@ -150,7 +150,7 @@ class LiveBytes(TorchDispatchMode):
 class FakeInterpreter(GraphInterpreter):
     """Runs a graph on fake tensors, freeing every value after its last use."""
 
-    def call_function(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         make = _RANDOM.get(str(target))
         return super().call_function(target, args, kwargs) if make is None else make(*args, **kwargs)
 

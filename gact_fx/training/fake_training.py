@@ -105,7 +105,7 @@ class FakeTraining:
     def _compile(self, backend: Backend) -> None:
         session = backend.session
         function = own_call(self._model, f"estimate_{id(backend)}")
-        options = {"dynamic": session.config.dynamic, "fullgraph": session.config.fullgraph}
+        options: dict[str, Any] = {"dynamic": session.config.dynamic, "fullgraph": session.config.fullgraph}
         assert session.eager_regions is not None
         compiled = session.eager_regions.around(compile_apart(function, backend, **options))
         set_compiled_call(self._model, compiled)
