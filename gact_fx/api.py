@@ -1,5 +1,6 @@
-"""``gact_fx.compile`` and ``gact_fx.inspect``."""
+"""``gact_fx.compile``, ``gact_fx.inspect`` and ``gact_fx.estimate``."""
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from torch import nn
 
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import OPTIONS, Config, given
+from gact_fx.diagnostics.estimate import Estimate, Subject, make_estimate, memory_nbytes
 from gact_fx.diagnostics.report import Report
 from gact_fx.errors import UsageError, UsageTypeError, unknown_option
 from gact_fx.options import BUDGETS, UNSET
@@ -181,6 +183,59 @@ def inspect(model: Callable[..., Any]) -> Report:
         return Report((), (), session.plan, note)
     session.settle()
     return Report.from_session(session, model)
+
+
+def estimate(
+    model: nn.Module, batch: Any, *,
+    budget_bits: float = UNSET, loss_fn: LossFunction | None = None, memory: int | str | None = None,
+    noise: bool = False, optimizer_states: int = 2, config: Config | str | None = None, **options: Any,
+) -> Estimate:  # fmt: skip
+    """What a planned step of training would take, before anything is trained.
+
+    The model is traced on tensors without data, which takes as long as torch.compile takes to trace it, and next to no
+    memory. Model, gradients, buffers and random number generators stay as they are. Widths are not measured: every
+    tensor counts as equally sensitive, which gives nearly the same bytes. Where the model breaks into several graphs,
+    figures are sums over all of them. The peak is that of PyTorch's allocator: what libraries take inside of an
+    operator, and what the optimizer's step itself takes, is not known.
+
+    Args:
+        model: a module, in the mode (train or eval) in which it is trained; it may be compiled already.
+        batch: a batch like those of training.
+        budget_bits: as for :func:`compile`, whose other options may be given as well.
+        loss_fn: as for :func:`compile`.
+        memory: bytes, or a text as ``"8GB"``: the largest batch of which model, batch, optimizer and a step fit in.
+        noise: measure the noise on the batch as well, by a deep copy of the model that runs a step with real numbers;
+            the plan, and its bytes, are the measured ones then.
+        optimizer_states: how many numbers the optimizer keeps for each trained parameter: 2 for Adam, 1 for SGD with
+            momentum, 0 for SGD.
+
+    Raises:
+        ValueError: an option or a loss as for :func:`compile`; ``memory`` that is not a number of bytes.
+        TypeError: ``model`` is no module.
+        RuntimeError: the model cannot be run without data: it reads values of tensors between graphs, say, or the
+            batch does not fit; or it is sharded, or no graph of it was captured.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageTypeError(
+            f"gact_fx.estimate: model must be a torch.nn.Module, got {type(model).__name__}; pass the module, and what "
+            "a function does with it as loss_fn(model, batch)"
+        )
+    for name in options:
+        if name not in OPTIONS:
+            raise unknown_option("gact_fx.estimate", name, (*OPTIONS, "loss_fn", "memory", "noise", "optimizer_states"))
+    chosen = Config.from_options({**({} if budget_bits is UNSET else {"budget_bits": budget_bits}), **options}, config)
+    if chosen.budget_bits is None:
+        raise UsageError("gact_fx.estimate: budget_bits=None compresses nothing; give the bits that you think of")
+    if chosen.max_gradient_noise is not None and not noise:
+        raise UsageError("gact_fx.estimate: max_gradient_noise takes a measurement; pass noise=True beside it")
+    if not isinstance(optimizer_states, int) or optimizer_states < 0:
+        raise UsageError(
+            f"gact_fx.estimate: optimizer_states must be a whole number of at least 0, got {optimizer_states!r}"
+        )
+    nbytes, inner, loss, plan = memory_nbytes(memory), unwrapped(model), loss_fn or default_loss, None
+    if noise:
+        plan = inspect(compile_by(copy.deepcopy(inner), chosen, None, Samples([batch], loss))).plan
+    return make_estimate(Subject.of(inner, batch, loss, chosen, plan=plan, optimizer_states=optimizer_states), nbytes)
 
 
 def _session(model: Callable[..., Any], config: Config, plan: Plan | None, asked: Mapping[str, Any] | None) -> Session:

@@ -26,7 +26,7 @@ from gact_fx.codec.packed_tensors import Packed, is_expanded, pack_in, scale_of_
 from gact_fx.graphs.autograd_graph import saved_by
 from gact_fx.graphs.dynamo import is_forced_eager
 from gact_fx.graphs.hooks import hooks_are_forbidden, refuses_hooks, top_hooks
-from gact_fx.graphs.tensors import StorageWeakRef, is_plain, storage_key, version
+from gact_fx.graphs.tensors import StorageWeakRef, address, is_fake, is_plain, storage_key, version
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.plan import tensor_seed
 
@@ -128,7 +128,7 @@ class EagerRegions:
         """Whether an earlier graph of this forward pass made ``x`` (an edge index with self-loops, say), and no other
         graph saves it. Of what eager PyTorch made, nobody knows whether somebody holds it.
         """
-        if self._call is None or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if self._call is None or not is_plain(x):
             return False
         made = self._call.made.get(storage_key(x))
         return made is not None and not made.expired() and (x.shape, x.dtype) not in self._shared
@@ -160,7 +160,8 @@ class EagerRegions:
     def _pack(self, x: torch.Tensor) -> Held:
         held = Held(x)
         call = self._call
-        is_dense = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+        is_one = type(x) in (torch.Tensor, torch.nn.Parameter) or is_fake(x)
+        is_dense = is_one and x.layout is torch.strided
         if call is None or not is_dense or call.is_owned(x):
             return held
         held.reads, held.storage = call.reads, call.storages.number(x)
@@ -211,10 +212,11 @@ class EagerRegions:
         if use.treatment is Treatment.EXACT or is_expanded(x) or held.is_modified():
             return
         held.treatment = use.treatment
-        if use.node == "MulBackward0" and not held.requires_grad:
+        # The values of a fake tensor say nothing.
+        if use.node == "MulBackward0" and not held.requires_grad and not is_fake(x):
             held.scale = scale_of_mask(x)
         is_mask = held.scale is not None
-        key = (use.treatment, is_mask, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_neg(), version(x))
+        key = (use.treatment, is_mask, address(x), x.shape, x.stride(), x.dtype, x.is_neg(), version(x))
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:

@@ -2,7 +2,8 @@
 
 Private, tried with torch 2.11 and 2.13: ``UntypedStorage._cdata`` (a storage's address as an object; public would be
 a ``storage.id()``), ``Tensor._version`` (what autograd's own check of writes in place reads; it is documented only in
-notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``), ``is_traceable_wrapper_subclass`` of
+notes), ``Tensor._is_view`` (public would be ``Tensor.is_view``), ``torch._subclasses.fake_tensor.FakeTensor`` (public
+would be a question to ``torch.compiler``), ``is_traceable_wrapper_subclass`` of
 ``torch.utils._python_dispatch`` (public would be the same without the underscore) and
 ``torch.multiprocessing.reductions.StorageWeakRef`` (public would be weak references to storages that outlive their
 Python objects).
@@ -11,6 +12,7 @@ Python objects).
 from typing import TypeGuard
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -44,8 +46,20 @@ def is_view(x: torch.Tensor) -> bool:
 
 
 def is_plain(x: object) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor, of no class of its own, with strides."""
-    return type(x) is torch.Tensor and x.layout is torch.strided
+    """Whether it is a tensor, of no class of its own, with strides; a fake one counts, a parameter does not."""
+    is_one = type(x) is torch.Tensor or (is_fake(x) and not isinstance(x, torch.nn.Parameter))
+    return is_one and isinstance(x, torch.Tensor) and x.layout is torch.strided
+
+
+def is_fake(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor without data."""
+    return type(x) is FakeTensor
+
+
+def address(x: torch.Tensor) -> int | tuple[int, int]:
+    """Where the memory of ``x`` begins, which tells it from others that live; fake tensors have none, but a place in
+    their storage."""
+    return (storage_key(x), int(x.storage_offset())) if is_fake(x) else x.data_ptr()
 
 
 def is_subclass(x: torch.Tensor) -> bool:

@@ -46,13 +46,13 @@ class Backend:
         recorder: Recorder | None = None,
         rows: RowTracing | None = None,
     ) -> None:
-        self._session = session
+        self.session = session
         self._interpreted = interpreted
         self._recorder = recorder
         self._rows = rows
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        session = self._session
+        session = self.session
         if self._rows is not None and session.profiles_few_rows:
             self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
@@ -69,7 +69,7 @@ class Backend:
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
-            return self.watched(interpret_graph(graph) if self._interpreted else compile(), found[-1], key, is_backward)
+            return self.watched(self.run_of(graph, is_backward, compile), found[-1], key, is_backward)
 
         config = session.config
         patches = config.inductor_patches
@@ -88,36 +88,45 @@ class Backend:
 
     def _split(self, module: fx.GraphModule) -> list[LateProduct]:
         """Edit the model's own graph before it is differentiated."""
-        config = self._session.config
+        config = self.session.config
         is_wanted = config.split_loss and torch.is_grad_enabled()
         return split_cross_entropy(module, loss_only=config.loss_only) if is_wanted else []
 
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
         """The joint graph cut in two and rewritten."""
-        return self._session.rewrite(joint, profiling=self._interpreted)
+        return self.session.rewrite(joint, profiling=self._interpreted)
+
+    def run_of(self, graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
+        """What runs a rewritten graph: operator by operator, or ``compile()``, which is from the inner compiler."""
+        return interpret_graph(graph) if self._interpreted else compile()
 
     def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:
         """``run``, a rewritten graph, with all that watches it."""
-        session, recorder = self._session, self._recorder
+        session, recorder = self.session, self._recorder
         if not is_backward and (self._interpreted or session.config.inner == "eager"):
             run = without_views(run, graph.pair.num_user_outputs)
         if not self._interpreted:
             run = (session.run_counts.backward if is_backward else session.run_counts.forward)(run, graph)
             if is_backward:
                 run = _preceded_by(partial(session.runs_backward, graph), run)
-            if session.eager_regions is not None and not is_backward:
-                entries = graph.plan.entries()
-                crossing = [
-                    (tensor.boundary, (graph, tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
-                    for tensor, how in graph.analysis.pairs()
-                    if tensor.boundary is not None
-                ]
-                run = noting_holdings(run, crossing, session.eager_regions.holdings)
+            run = run if is_backward else self.noting(run, graph)
         if recorder is None:
             return run
         if is_backward:
             return recorder.backward(run, key, graph.replayable, graph.analysis)
         return recorder.forward(run, key, graph.replayable, graph.analysis)
+
+    def noting(self, run: Compiled, graph: RewrittenGraph) -> Compiled:
+        """``run``, the forward pass of ``graph``, noting what it holds that others may hold as well."""
+        if self.session.eager_regions is None:
+            return run
+        entries = graph.plan.entries()
+        crossing = [
+            (tensor.boundary, (graph, tensor.name), how.nbytes(tensor, entries.get(tensor.key)) is None)
+            for tensor, how in graph.analysis.pairs()
+            if tensor.boundary is not None
+        ]
+        return noting_holdings(run, crossing, self.session.eager_regions.holdings)
 
 
 def uncompressed(inner: str) -> str:

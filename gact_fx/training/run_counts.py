@@ -11,6 +11,7 @@ from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.breaks.forward_pass import EagerTensor
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
+from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.graph_analysis import held_nbytes, is_counted
 from gact_fx.profiling.tape import MAX_WAITING
 from gact_fx.training.rewrite import RewrittenGraph
@@ -132,5 +133,5 @@ def _saved_nbytes(graph: RewrittenGraph, outputs: Sequence[Any]) -> int:
     """Bytes of what one run of forward saved for backward, as `held_nbytes` counts them."""
     saved = outputs[graph.pair.num_user_outputs :]
     pairs = zip(graph.analysis.saved, saved, strict=False)
-    counted = [x.untyped_storage() for tensor, x in pairs if is_counted(tensor) and isinstance(x, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in counted}.values())
+    counted = [x for tensor, x in pairs if is_counted(tensor) and isinstance(x, torch.Tensor)]
+    return sum({storage_key(x): x.untyped_storage().nbytes() for x in counted}.values())

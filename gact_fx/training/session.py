@@ -183,7 +183,7 @@ class Session:
         if latest is None or not any(latest.sensitivities):
             return
         if all(s.is_finite and s.outputs is not None and not s.has_collectives for s in latest.steps):
-            check_plan(latest, self.profiles, lambda: self._choose(warns=False), self.config.seed)
+            check_plan(latest, self.profiles, lambda: self.choose(warns=False), self.config.seed)
 
     def learn(
         self, steps: Sequence[Step], minibatch_variance: float | None = None, squared_norm: float | None = None
@@ -251,7 +251,7 @@ class Session:
 
         What ``eager`` regions hold counts for the budget; None: those of this process.
         """
-        plan = self._choose(eager)
+        plan = self.choose(eager)
         before, self._has_sample = self.plan, False
         if before is not None and not is_better(plan, before, self._tensors()):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
@@ -261,7 +261,8 @@ class Session:
         self.adopt(plan)
         return True
 
-    def _choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
+    def choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
+        """The plan that the profiles lead to."""
         config, eager = self.config, eager or self.eager_bytes()
         if config.budget_bytes is not None:
             whole = eager.plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())

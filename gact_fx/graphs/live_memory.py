@@ -1,0 +1,228 @@
+"""How much memory a graph needs while it runs, read off the sizes that tracing left.
+
+Operator by operator, a storage lives from the operator that makes it to the last one that reads it or a view of it.
+A compiler that fuses operators makes less: what only operators of the same kernel read is never in memory, and an
+operator may write where it reads what dies.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import networkx
+import torch
+from torch import fx
+
+from gact_fx.graphs.operator_table import CONSTANTS, REDUCTIONS
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+from gact_fx.graphs.tensors import storage_key
+from gact_fx.graphs.trees import tree_leaves
+
+aten = torch.ops.aten
+# Operators of PyTorch that Inductor does not generate loops for: libraries have them, or eager PyTorch.
+LIBRARY = frozenset({
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.mv, aten.dot,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward,
+    aten.sort, aten.topk, aten.cumsum, aten.index_put, aten.index_put_, aten._unsafe_index_put, aten.scatter_add,
+    aten.scatter_reduce, aten.index_add, aten.scatter, aten._unsafe_masked_index_put_accumulate,
+    aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
+    aten._fft_c2r, aten.nonzero,
+})  # fmt: skip
+_COMPRESS = "gact_fx.compress.default"
+LOOPS = ("aten", "prims")
+# Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
+# tensors, or is made of more operators.
+HEAVY = frozenset({aten.exp, aten.sigmoid})
+MOST_READS, MOST_OPERATORS = 4, 30
+
+
+def storages(node: fx.Node) -> dict[int, int]:
+    """The storages of what ``node`` gives, with their bytes."""
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in values}
+
+
+def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
+    """The most bytes that are live while ``graph`` runs, above those that are live when it begins.
+
+    ``freed`` are the inputs that nobody else holds: these are freed after their last use.
+    """
+    return _Walk(graph, freed, fused).peak()
+
+
+class _Walk:
+    """One way through a graph, step by step: an operator, or all that one kernel computes."""
+
+    def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
+        self._nodes = [node for node in graph.nodes if node.op == "call_function"]
+        self._sizes = {node: storages(node) for node in graph.nodes if node.op != "output"}
+        inputs = graph.find_nodes(op="placeholder")
+        self._given = {key for node in inputs for key in self._sizes[node]}
+        kept = {key for node in inputs if node not in freed for key in self._sizes[node]}
+        self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
+        self._views = {node for node in self._nodes if self._is_view(node)}
+        self._fused = fused
+        self._rank = self._find_ranks(graph)
+        self._inlined = self._find_inlined() if fused else set[fx.Node]()
+        self._unmade = {key for node in self._inlined for key in self._sizes[node]}
+        self._steps = self._kernels() if fused else [[node] for node in self._nodes]
+        self._when = {node: when for when, step in enumerate(self._steps) for node in step}
+
+    def peak(self) -> int:
+        """The most bytes that are live at a time, above those at the beginning."""
+        ends = self._find_ends()
+        live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
+        highest = 0
+        for when, step in enumerate(self._steps):
+            new = {key: nbytes for node in step for key, nbytes in self._sizes[node].items() if key not in known}
+            known |= new.keys()
+            dying = ends.get(when, {})
+            live += sum(new.values())
+            highest = max(highest, live - self._written_over(step, new, dying))
+            live -= sum(dying.values())
+        return highest
+
+    def _find_ends(self) -> dict[int, dict[int, int]]:
+        """By the step that reads or makes them last, the storages that are freed then, with their bytes."""
+        read: dict[fx.Node, int] = {}
+        for node in reversed(self._nodes):
+            is_unmade = node in self._inlined or not self._sizes[node].keys().isdisjoint(self._unmade)
+            # What is not made is computed where its readers are.
+            later = [read[user] for user in node.users if user in read] if is_unmade else []
+            read[node] = max(later, default=self._when[node])
+        last = {key: self._when.get(node, -1) for node in self._sizes for key in self._sizes[node]}
+        for node in self._nodes:
+            for key in (key for source in node.all_input_nodes for key in self._sizes[source]):
+                last[key] = max(last[key], read[node])
+        ends: dict[int, dict[int, int]] = {}
+        for sizes in self._sizes.values():
+            for key, nbytes in sizes.items():
+                if key not in self._stays and key not in self._unmade:
+                    ends.setdefault(last[key], {})[key] = nbytes
+        return ends
+
+    def _written_over(self, step: Sequence[fx.Node], new: dict[int, int], dying: dict[int, int]) -> int:
+        """Bytes that die in a kernel and are written over, rather than freed."""
+        if not self._fused or any(map(_is_of_library, step)):
+            return 0
+        foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
+        over = Counter(n for key, n in dying.items() if key not in self._given | foreign and key not in new)
+        return sum((over & Counter(new.values())).elements())
+
+    def _kernels(self) -> list[list[fx.Node]]:
+        """The calls in the order in which they run, those that Inductor computes in one kernel together.
+
+        Codes are made as soon as they can be, which frees most.
+        """
+        place = {node: index for index, node in enumerate(self._nodes)}
+        groups = self._connected()
+        of = {node: index for index, group in enumerate(groups) for node in group}
+        order = networkx.DiGraph()
+        order.add_nodes_from(range(len(groups)))
+        for node in self._nodes:
+            order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
+        if not networkx.is_directed_acyclic_graph(order):
+            return [[node] for node in self._nodes]
+
+        def when(index: int) -> int:
+            is_code = any(str(node.target) == _COMPRESS for node in groups[index])
+            made = groups[index] - self._inlined - self._views
+            return -1 if is_code else min(place[node] for node in made or groups[index])
+
+        steps = networkx.lexicographical_topological_sort(order, key=when)
+        return [sorted(groups[index], key=place.__getitem__) for index in steps]
+
+    def _connected(self) -> list[set[fx.Node]]:
+        """Loops that read each other, or the same tensor, with no library's call between them; views with theirs."""
+        links = networkx.Graph()
+        links.add_nodes_from(self._nodes)
+        readers: dict[tuple[int, int], fx.Node] = {}
+        for node in self._nodes:
+            calls = [source for source in node.all_input_nodes if source.op == "call_function"]
+            if node not in self._views:
+                same = [s for s in calls if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
+                calls = [] if _is_of_library(node) else same
+            links.add_edges_from((node, source) for source in calls)
+            for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
+                if _is_loop(node) and node not in self._views and nbytes in self._sizes[node].values():
+                    links.add_edge(node, readers.setdefault((self._rank[node], key), node))
+        return list(networkx.connected_components(links))
+
+    def _ends_in_library(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a library's call, or a view of the result of one."""
+        while node in self._views and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return _is_of_library(node)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether ``node`` gives memory that was there before."""
+        before = {key for source in node.all_input_nodes for key in self._sizes[source]}
+        return bool(self._sizes[node]) and self._sizes[node].keys() <= before
+
+    def _find_ranks(self, graph: fx.Graph) -> dict[fx.Node, int]:
+        """How many calls of a library lie before a node: loops between the same two of these may be one kernel."""
+        rank: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            rank[node] = max((rank[source] + _is_of_library(source) for source in node.all_input_nodes), default=0)
+        return rank
+
+    def _find_inlined(self) -> set[fx.Node]:
+        """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
+        readers, rank = self._find_readers(), self._rank
+        loops = [node for node in self._nodes if node not in self._views and not _is_of_library(node)]
+        loops = [node for node in loops if all(map(_is_loop, readers[node]))]
+        found = self._find_repeated(loops, readers)
+        # By call, those with results of their own that read it, themselves or what is computed again for them.
+        last: dict[fx.Node, set[fx.Node]] = {}
+        for node in reversed(self._nodes):
+            through = [last[reader] if reader in found else {reader} for reader in readers[node]]
+            last[node] = set().union(*through)
+            if node in loops and node not in found and all(rank.get(reader) == rank[node] for reader in last[node]):
+                found.add(node)
+        return found
+
+    def _find_readers(self) -> dict[fx.Node, set[fx.Node]]:
+        """By call, those that read its result or a view of it."""
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in reversed(self._nodes):
+            through = [readers[user] for user in node.users if user in self._views]
+            readers[node] = {user for user in node.users if user not in self._views}.union(*through)
+        return readers
+
+    def _find_repeated(self, loops: list[fx.Node], readers: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+        """The loops that every reader computes again, by Inductor's rules: short, of few inputs, and cheap."""
+        found: set[fx.Node] = set()
+        reads: dict[fx.Node, set[fx.Node]] = {}
+        length: Counter[fx.Node] = Counter()
+        candidates = set(loops)
+        for node in self._nodes:
+            reads[node] = set()
+            for source in node.all_input_nodes:
+                is_open = source in found or source in self._views
+                reads[node] |= reads.get(source, {source}) if is_open else {source}
+                length[node] += length[source] if is_open else 0
+            length[node] += node not in self._views
+            packet = packet_of(node)
+            is_heavy = packet in REDUCTIONS or (packet in HEAVY and len(readers[node]) > 1)
+            is_short = len(reads[node]) <= MOST_READS and length[node] <= MOST_OPERATORS
+            if node in candidates and (packet in CONSTANTS or (is_short and not is_heavy)):
+                found.add(node)
+        return found
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether a call returns memory that it made itself, which Inductor does not write over."""
+    return str(node.target).partition(".")[0] not in LOOPS
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return node.op == "call_function" and not _is_of_library(node)
+
+
+def _is_of_library(node: fx.Node) -> bool:
+    packet = packet_of(node)
+    namespace = str(node.target).partition(".")[0]
+    return packet is not None and (packet in LIBRARY or namespace not in LOOPS)
