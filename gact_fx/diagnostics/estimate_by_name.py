@@ -104,7 +104,8 @@ def _head(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
     for name in HEADS:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
-            return auto.from_config
+            build: Callable[[Any], nn.Module] = auto.from_config
+            return build
     raise UsageError(
         f"{_WHO}: transformers has no model with a language-model head or a classifier for {type(config).__name__}; "
         "write a function that returns (model, batch), and give module:function"

@@ -6,9 +6,8 @@ operator may write where it reads what dies.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
-import networkx
 import torch
 from torch import fx
 
@@ -54,7 +53,7 @@ def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> 
 
 
 class _Walk:
-    """One way through a graph, step by step: an operator, or all that one kernel computes."""
+    """One way through a graph, operator by operator."""
 
     def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -65,28 +64,30 @@ class _Walk:
         self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
+        # What operators made that Inductor does not write over.
+        self._foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
         self._rank = self._find_ranks(graph)
         self._inlined = self._find_inlined() if fused else set[fx.Node]()
         self._unmade = {key for node in self._inlined for key in self._sizes[node]}
-        self._steps = self._kernels() if fused else [[node] for node in self._nodes]
-        self._when = {node: when for when, step in enumerate(self._steps) for node in step}
+        self._nodes = self._in_order() if fused else self._nodes
+        self._when = {node: when for when, node in enumerate(self._nodes)}
 
     def peak(self) -> int:
         """The most bytes that are live at a time, above those at the beginning."""
         ends = self._find_ends()
         live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
         highest = 0
-        for when, step in enumerate(self._steps):
-            new = {key: nbytes for node in step for key, nbytes in self._sizes[node].items() if key not in known}
+        for when, node in enumerate(self._nodes):
+            new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
             known |= new.keys()
             dying = ends.get(when, {})
             live += sum(new.values())
-            highest = max(highest, live - self._written_over(step, new, dying))
+            highest = max(highest, live - self._written_over(node, new, dying))
             live -= sum(dying.values())
         return highest
 
     def _find_ends(self) -> dict[int, dict[int, int]]:
-        """By the step that reads or makes them last, the storages that are freed then, with their bytes."""
+        """By the call that reads or makes them last, the storages that are freed then, with their bytes."""
         read: dict[fx.Node, int] = {}
         for node in reversed(self._nodes):
             is_unmade = node in self._inlined or not self._sizes[node].keys().isdisjoint(self._unmade)
@@ -104,58 +105,30 @@ class _Walk:
                     ends.setdefault(last[key], {})[key] = nbytes
         return ends
 
-    def _written_over(self, step: Sequence[fx.Node], new: dict[int, int], dying: dict[int, int]) -> int:
-        """Bytes that die in a kernel and are written over, rather than freed."""
-        if not self._fused or any(map(_is_of_library, step)):
+    def _written_over(self, node: fx.Node, new: dict[int, int], dying: dict[int, int]) -> int:
+        """Bytes that die here and are written over, rather than freed."""
+        if not self._fused or _is_of_library(node):
             return 0
-        foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
-        over = Counter(n for key, n in dying.items() if key not in self._given | foreign and key not in new)
+        over = Counter(n for key, n in dying.items() if key not in self._given | self._foreign and key not in new)
         return sum((over & Counter(new.values())).elements())
 
-    def _kernels(self) -> list[list[fx.Node]]:
-        """The calls in the order in which they run, those that Inductor computes in one kernel together.
-
-        Codes are made as soon as they can be, which frees most.
-        """
+    def _in_order(self) -> list[fx.Node]:
+        """The calls in the order in which compiled code runs them: codes, which free most, as soon as they can be."""
+        behind: dict[fx.Node, list[fx.Node]] = {}
         place = {node: index for index, node in enumerate(self._nodes)}
-        groups = self._connected()
-        of = {node: index for index, group in enumerate(groups) for node in group}
-        order = networkx.DiGraph()
-        order.add_nodes_from(range(len(groups)))
+        moved = set()
         for node in self._nodes:
-            order.add_edges_from((of[s], of[node]) for s in node.all_input_nodes if s in of and of[s] != of[node])
-        if not networkx.is_directed_acyclic_graph(order):
-            return [[node] for node in self._nodes]
-
-        def when(index: int) -> int:
-            is_code = any(str(node.target) == _COMPRESS for node in groups[index])
-            made = groups[index] - self._inlined - self._views
-            return -1 if is_code else min(place[node] for node in made or groups[index])
-
-        steps = networkx.lexicographical_topological_sort(order, key=when)
-        return [sorted(groups[index], key=place.__getitem__) for index in steps]
-
-    def _connected(self) -> list[set[fx.Node]]:
-        """Loops that read each other, or the same tensor, with no library's call between them; views with theirs."""
-        links = networkx.Graph()
-        links.add_nodes_from(self._nodes)
-        readers: dict[tuple[int, int], fx.Node] = {}
-        for node in self._nodes:
-            calls = [source for source in node.all_input_nodes if source.op == "call_function"]
-            if node not in self._views:
-                same = [s for s in calls if not self._ends_in_library(s) and self._rank[s] == self._rank[node]]
-                calls = [] if _is_of_library(node) else same
-            links.add_edges_from((node, source) for source in calls)
-            for key, nbytes in ((k, n) for s in node.all_input_nodes for k, n in self._sizes[s].items()):
-                if _is_loop(node) and node not in self._views and nbytes in self._sizes[node].values():
-                    links.add_edge(node, readers.setdefault((self._rank[node], key), node))
-        return list(networkx.connected_components(links))
-
-    def _ends_in_library(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a library's call, or a view of the result of one."""
-        while node in self._views and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        return _is_of_library(node)
+            sources = [source for source in node.all_input_nodes if source in place]
+            if sources and (node in self._views or str(node.target) == _COMPRESS):
+                behind.setdefault(max(sources, key=place.__getitem__), []).append(node)
+                moved.add(node)
+        order: list[fx.Node] = []
+        for root in (node for node in self._nodes if node not in moved):
+            waiting = [root]
+            while waiting:
+                order.append(waiting.pop())
+                waiting += reversed(behind.get(order[-1], []))
+        return order
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether ``node`` gives memory that was there before."""
