@@ -1,7 +1,5 @@
 """What is assumed of tensors that nobody has measured: on average they are as sensitive, element by element."""
 
-import math
-
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS, ROUNDINGS
 from gact_fx.config import GROUP_SIZES
@@ -15,18 +13,15 @@ _CODES = tuple(
     if rounding != "nearest" and not (bits == BFLOAT16_BITS and rounding == "dither")
     for size in GROUP_SIZES
 )
-# By how many times the sensitivities of elements differ. Were all the same, the planner would not come as near to its
-# budget as it does on measured ones: whole bits of large tensors would be all that there is to choose.
-_SPREAD = 16.0
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def assume_sensitivity(tensor: SavedTensor, how: Quantize, position: int) -> Sensitivity:
-    """The sensitivity of the tensor at a ``position`` among all, stored as its values where these may be.
+def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
+    """The sensitivity of a tensor that is as sensitive per element as all others, stored as its values where these may
+    be.
 
     Where backward bends in it, these codes are taken for as good as measured ones.
     """
-    value = tensor.numel * _SPREAD ** (position * _GOLDEN % 1 - 0.5)
+    value = float(tensor.numel)
     variances = {code: value * relative_variance(code) for code in _CODES}
     found = Sensitivity(value, variances, squared_biases=dict.fromkeys(_CODES, 0.0) if how.bends else {})
     others = () if how.values_allowed else how.other_ways()

@@ -166,8 +166,7 @@ class _FakeBackend(Backend):
 
 def _assumed(profile: GraphProfile) -> GraphProfile:
     """The profile of a graph that nobody has measured."""
-    quantized = enumerate(profile.analysis.quantized())
-    assumed = {tensor.name: assume_sensitivity(tensor, how, position) for position, (tensor, how) in quantized}
+    assumed = {tensor.name: assume_sensitivity(tensor, how) for tensor, how in profile.analysis.quantized()}
     profile.add(profile.analysis, assumed)
     return profile
 
