@@ -1,5 +1,7 @@
 """What is assumed of tensors that nobody has measured: on average they are as sensitive, element by element."""
 
+import math
+
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS, ROUNDINGS
 from gact_fx.config import GROUP_SIZES
@@ -15,6 +17,11 @@ _CODES = tuple(
 )
 
 
+def _squared_range(group_size: int) -> float:
+    """Of so many normal numbers, in units of that of 256; within 3 % from 32 to 1024."""
+    return (math.log2(group_size) / 8) ** 1.5
+
+
 def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
     """The sensitivity of a tensor that is as sensitive per element as all others, stored as its values where these may
     be.
@@ -22,7 +29,7 @@ def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
     Where backward bends in it, these codes are taken for as good as measured ones.
     """
     value = float(tensor.numel)
-    variances = {code: value * relative_variance(code) for code in _CODES}
+    variances = {code: value * relative_variance(code) * _squared_range(code.group_size) for code in _CODES}
     found = Sensitivity(value, variances, squared_biases=dict.fromkeys(_CODES, 0.0) if how.bends else {})
     others = () if how.values_allowed else how.other_ways()
     return Sensitivity(found.value, variances, {}, found.squared_biases, dict.fromkeys(others, found))
