@@ -19,7 +19,7 @@ _CODES = tuple(
 
 def _squared_range(group_size: int) -> float:
     """Of so many normal numbers, in units of that of 256; within 3 % from 32 to 1024."""
-    return (math.log2(group_size) / 8) ** 1.5
+    return float((math.log2(group_size) / 8) ** 1.5)
 
 
 def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
