@@ -1,6 +1,7 @@
 """What is assumed of tensors that nobody has measured: on average they are as sensitive, element by element."""
 
 import math
+from dataclasses import replace
 
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS, ROUNDINGS
@@ -32,4 +33,4 @@ def assume_sensitivity(tensor: SavedTensor, how: Quantize) -> Sensitivity:
     variances = {code: value * relative_variance(code) * _squared_range(code.group_size) for code in _CODES}
     found = Sensitivity(value, variances, squared_biases=dict.fromkeys(_CODES, 0.0) if how.bends else {})
     others = () if how.values_allowed else how.other_ways()
-    return Sensitivity(found.value, variances, {}, found.squared_biases, dict.fromkeys(others, found))
+    return replace(found, others=dict.fromkeys(others, found))

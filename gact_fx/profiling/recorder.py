@@ -110,7 +110,7 @@ class Recorder:
             inputs: Sequence[Any] = []
             few = self._few_rows.get(key)
             if few is not None and few.tangents:
-                # Of two runs the first, of which nothing was kept.
+                # The graph ran forward twice, and nothing was kept of the run that has its backward pass now.
                 few, self._few_rows, self._is_whole, self._is_partial = None, {}, True, True
             if few is not None:
                 inputs = few.inputs
