@@ -5,13 +5,14 @@ as ``torch.export.default_decompositions`` is one for inference), and by name al
 operators ``prims.inductor_random`` and ``inductor_randint`` (public would be these in eager PyTorch).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
+
+from gact_fx.graphs.attention import attention, attention_backward
 
 aten = torch.ops.aten
 
@@ -56,57 +57,6 @@ def _generator(seed: Tensor) -> torch.Generator:
     return torch.Generator(seed.device).manual_seed(int(seed) % 2**63)
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Fused attention's output and logsumexp, without dropout (which the CPU's kernel does not have)."""
-    key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
-    scores = _scores(query, key, is_causal, **options)
-    logsumexp = scores.logsumexp(-1)
-    return (scores - logsumexp.unsqueeze(-1)).exp() @ value, logsumexp
-
-
-def _attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    *args: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value (FlashAttention, Dao et al. 2022, algorithm 4, without its tiles)."""
-    _, is_causal = args
-    groups = (key.shape[1], value.shape[1])
-    key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
-    weights = (_scores(query, key, is_causal, **options) - logsumexp.unsqueeze(-1)).exp()
-    slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * _scale(query, options.get("scale"))
-    of_key, of_value = slope.mT @ query, weights.mT @ grad
-    return slope @ key, of_key.unflatten(1, (groups[0], -1)).sum(2), of_value.unflatten(1, (groups[1], -1)).sum(2)
-
-
-def _for_every_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values that groups of query heads share (grouped-query attention), repeated for each of these."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _scores(
-    query: Tensor, key: Tensor, is_causal: bool, attn_mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    scores = query @ key.mT * _scale(query, scale)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
 def _cudnn_batch_norm_backward(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """``rest`` are the running mean and variance, the batch's mean and deviation, epsilon, and what cuDNN reserved."""
     statistics, eps = rest[:4], rest[4]
@@ -139,6 +89,6 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.copy.default": lambda to, source, non_blocking=False: source.expand_as(to).to(to.dtype),
     # In a backward graph it is there for the bookkeeping of the first derivative.
     "aten.detach.default": lambda x: x,
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
 }

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import DifferentiableInterpreter, begin, has_derivative
 from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
-from gact_fx.profiling.cut_backward import Segment, cut_backward
+from gact_fx.profiling.cut_backward import Segment, cut_backward, find_loads, inputs_of, summands
 from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -67,16 +67,23 @@ class Adjoint:
         readings = step.readings
         self._readings = {node: readings[node.name] for node in nodes if node.name in readings}
         # Blobs are decompressed wherever a segment reads them.
-        self._loads = loads = _find_loads(nodes)
-        computed = [node for node in nodes if node not in loads and node.op != "output"]
+        self._loads = loads = find_loads(nodes)
+        whole: dict[fx.Node, list[int]] = {}
+        for position, node in enumerate(step.pair.backward_outputs):
+            if isinstance(node, fx.Node) and sources[node]:
+                whole.setdefault(node, []).append(position)
+        # The parts of a sum have its derivative: it need not be made, nor large parts be kept for it.
+        known = step.leaves.keys() | arriving.keys()
+        sums: set[fx.Node] = set()
+        self._positions: dict[fx.Node, list[int]] = {}
+        for node, positions in whole.items():
+            for part in summands(node, sums) if known.issuperset(positions) else [node]:
+                self._positions.setdefault(part, []).extend(positions)
+        computed = [node for node in nodes if node not in loads and node not in sums and node.op != "output"]
         carriers = {node for node in computed if sources[node] and has_derivative(node.meta.get("val"))}
         self._segments = cut_backward(computed, loads, carriers, probes)
         self._kept: dict[fx.Node, Any] = {}
         self._slopes: dict[fx.Node, Slopes] = {}
-        self._positions: dict[fx.Node, list[int]] = {}
-        for position, node in enumerate(step.pair.backward_outputs):
-            if isinstance(node, fx.Node) and sources[node]:
-                self._positions.setdefault(node, []).append(position)
 
     def run(self) -> dict[str, Slopes]:
         """Fill the meters; returns the derivatives with respect to placeholders, by name."""
@@ -84,7 +91,7 @@ class Adjoint:
             self._keep_crossing()
         first: dict[fx.Node, int] = {}
         for at, segment in enumerate(self._segments):
-            for node in _inputs(segment):
+            for node in inputs_of(segment):
                 first.setdefault(node, at)
         for node in self._positions.keys() & self._loads:
             value = self._load(node)
@@ -123,7 +130,7 @@ class Adjoint:
             self._kept.pop(node, None)
 
     def _replay(self, segment: Segment, ends: list[fx.Node], *, doubtful: bool = False) -> None:
-        values = {node: self._load(node) for node in _inputs(segment)}
+        values = {node: self._load(node) for node in inputs_of(segment)}
         inputs: dict[fx.Node, GradientEdge] = {}
         taken: dict[fx.Node, torch.Tensor] = {}
         with torch.enable_grad():
@@ -280,21 +287,3 @@ def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.T
         found[probe] = found[probe] + slope
     else:
         found.append(slope)
-
-
-def _inputs(segment: Segment) -> list[fx.Node]:
-    """The nodes outside of a segment that it reads."""
-    inside = set(segment)
-    return list(dict.fromkeys(i for node in segment for i in node.all_input_nodes if i not in inside))
-
-
-def _find_loads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What is cheaper to read anew than to keep: arguments, what blobs stand for, and sizes."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        # Arithmetic on sizes that was added after tracing has no value noted.
-        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt, type(None))) and node.op == "call_function"
-        is_read = node.target is torch.ops.gact_fx.decompress.default or is_size
-        if node.op in ("placeholder", "get_attr") or (is_read and found.issuperset(node.all_input_nodes)):
-            found.add(node)
-    return found

@@ -7,7 +7,7 @@ what waits for it: the derivatives, of every probe, with respect to all that cro
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from operator import getitem
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from gact_fx.codec.packed_tensors import packed_nbytes
-from gact_fx.graphs.operators import returns_alias
+from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.trees import tree_leaves
 
@@ -48,6 +48,39 @@ def cut_backward(
             best, worse = stored + most, 0
             found = [nodes[start:end] for start, end in segments]
         limit *= 1.5
+    return found
+
+
+def inputs_of(segment: Segment) -> list[fx.Node]:
+    """The nodes outside of a segment that it reads."""
+    inside = set(segment)
+    return list(dict.fromkeys(i for node in segment for i in node.all_input_nodes if i not in inside))
+
+
+def summands(node: fx.Node, sums: set[fx.Node]) -> list[fx.Node]:
+    """What a result is the sum of, itself if it is none; ``sums`` gets those that nothing else reads."""
+    parts = node.all_input_nodes
+    is_sum = packet_of(node) is torch.ops.aten.add and tuple(parts) == node.args and not node.kwargs
+    if not is_sum or len(node.users) > 1 or any(_kind(part) != _kind(node) for part in parts):
+        return [node]
+    sums.add(node)
+    return [summand for part in parts for summand in summands(part, sums)]
+
+
+def _kind(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(map(hint, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def find_loads(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is cheaper to read anew than to keep: arguments, what blobs stand for, and sizes."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        # Arithmetic on sizes that was added after tracing has no value noted.
+        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt, type(None))) and node.op == "call_function"
+        is_read = node.target is torch.ops.gact_fx.decompress.default or is_size
+        if node.op in ("placeholder", "get_attr") or (is_read and found.issuperset(node.all_input_nodes)):
+            found.add(node)
     return found
 
 

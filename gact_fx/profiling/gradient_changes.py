@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gact_fx.profiling.gradients import squared_norm
+from gact_fx.profiling.gradients import sketch, squared_norm
 from gact_fx.profiling.tape import Step
 
 
@@ -39,13 +39,20 @@ class GradientChanges:
                 step, tangent = place
                 _add(self.waiting.setdefault(step, {}), tangent, part)
             elif leaf is not None and leaf not in self._alone:
-                _add(self._leaves, leaf, part)
+                _add(self._leaves, leaf, sketch(part))
             else:
                 self._total += squared_norm(part)
 
     def squared_norm(self) -> float:
         """Of what has ended, in units of squared gradient."""
         return self._total + sum(map(squared_norm, self._leaves.values()))
+
+
+def compared(step: Step, position: int, value: Any) -> Any:
+    """What is compared of a backward output: of a gradient that no other graph goes on with, no more than a sketch."""
+    goes_on = position in step.flows or position in step.detours
+    is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return sketch(value) if is_float and not goes_on else value
 
 
 def difference(left: Any, right: Any) -> torch.Tensor | None:

@@ -7,10 +7,10 @@ tensors a sample of groups is evaluated, and compared with what first order says
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import combinations_with_replacement, pairwise
+from itertools import pairwise
 from operator import getitem
 from typing import Any
 
@@ -91,7 +91,7 @@ def measure_sample(
     x = values.reshape(-1)[positions]
     weights = _Weights([slopes[node] for node in chain.ends])
     own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
-    exact = _rows(chain.evaluate_at(x, positions), chain.ends)
+    exact = chain.evaluate_at(x, positions)
 
     def measure(rounding: str, finite: set[int], bits: int) -> Added:
         # What fewer bits can make of an element reaches further.
@@ -100,7 +100,7 @@ def measure_sample(
             return NOT_FINITE
         finite.add(bits)
         low, high, chances = ROUNDINGS[rounding](x, bits)
-        sides = [_rows(chain.evaluate_at(side, positions), chain.ends) - exact for side in (low, high)]
+        sides = [_moved(chain.evaluate_at(side, positions), exact, chain.ends) for side in (low, high)]
         first = _first_order(own_weights, x, (low, high), chances)
         return _added([(weights, sides, chances)], first, COHERENT)
 
@@ -133,8 +133,8 @@ def _falls_at_once(few: Added, more: Added) -> bool:
 def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> bool:
     """Whether whatever codes can make of any element leads to finite coefficients."""
     flat = values.reshape(-1)
-    for first in range(0, len(flat), _CHUNK):
-        positions = torch.arange(first, min(first + _CHUNK, len(flat)), device=flat.device)
+    for part in _parts(flat):
+        positions = torch.arange(*part.indices(len(flat)), device=flat.device)
         sides = farthest(flat[positions], bits, rounding)
         ends = (chain.evaluate_at(side, positions) for side in sides)
         if not all(bool(end.isfinite().all()) for found in ends for end in found.values()):
@@ -169,7 +169,7 @@ def measure_whole(
             carried = {shape: [None, None] for shape in carried}
         moved = [chain.evaluate(side) for side in sides]
         parts = [
-            (weights[shape], [_rows(m, ends) - _rows(exact, ends) for m in moved], carried[shape])
+            (weights[shape], [_moved(m, exact, ends) for m in moved], carried[shape])
             for shape, ends in by_shape.items()
         ]
         return _added(parts, first, 1.0)
@@ -184,60 +184,70 @@ class _Weights:
     """How much the gradient minds what happens to coefficients whose elements belong together, by probe."""
 
     def __init__(self, slopes: Sequence[Sequence[torch.Tensor]]) -> None:
-        probes = min(map(len, slopes), default=0)
-        # By probe, coefficient and element.
-        self._slopes = [torch.stack([s[p].detach().reshape(-1).float() for s in slopes]) for p in range(probes)]
-        self._products = {
-            (a, b): sum(s[a] * s[b] for s in self._slopes) * ((1 + (a != b)) / probes)
-            for a, b in combinations_with_replacement(range(len(slopes)), 2)
-            if probes
-        }
+        # By probe and coefficient.
+        self._slopes = [[slope.detach().reshape(-1) for slope in found] for found in zip(*slopes, strict=False)]
 
-    def square(self, moved: torch.Tensor) -> torch.Tensor:
-        """By element, the mean over probes of the squared change of the gradient; ``moved`` has a row a coefficient."""
-        terms = [weight * moved[a] * moved[b] for (a, b), weight in self._products.items()]
-        return reduce(torch.Tensor.add_, terms) if terms else torch.zeros_like(moved[0])
-
-    def sums(self, moved: torch.Tensor) -> list[float]:
-        """By probe, the change of the gradient along it."""
-        return [float((slope * moved).sum(dtype=torch.float64)) for slope in self._slopes]
+    def changes(self, moved: Sequence[torch.Tensor], part: slice) -> list[torch.Tensor]:
+        """By probe, the change of the gradient by element of a part, where coefficients are so far ``moved``."""
+        return [
+            reduce(torch.add, (slope[part].float() * m[part] for slope, m in zip(slopes, moved, strict=True)))
+            for slopes in self._slopes
+        ]
 
 
 def _first_order(
     own: _Weights, x: torch.Tensor, sides: Sequence[torch.Tensor], chances: Sequence[torch.Tensor]
 ) -> float:
     """The variance that codes of ``x`` add by its own derivatives."""
-    moved = ((side - x).reshape(1, -1).float() for side in sides)
-    return sum(float((c.reshape(-1) * own.square(m)).sum()) for c, m in zip(chances, moved, strict=True))
+    found = 0.0
+    for side, chance in zip(sides, chances, strict=True):
+        moved = (side - x).reshape(-1).float()
+        for part in _parts(moved):
+            changes = own.changes([moved], part)
+            squares = [float((chance.reshape(-1)[part] * change.square()).sum()) for change in changes]
+            found += sum(squares) / max(len(squares), 1)
+    return found
 
 
-# Coefficients of one shape, what either code does to them, and the chances of these (None: not known by element).
-Part = tuple[_Weights, Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+# Coefficients of one shape, how far either code moves each of them, and the chances of these (None: not known by
+# element).
+Part = tuple[_Weights, Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 def _added(parts: Sequence[Part], first: float, coherent: float) -> Added:
     """What codes add; biases whose squared sum is less than ``coherent`` times that of independent ones are such."""
-    square, own_bias, sums = 0.0, 0.0, list[float]()
+    square, own_bias, sums = 0.0, 0.0, dict[int, float]()
     for weights, sides, chances in parts:
-        shares: list[Any] = [0.5 if chance is None else chance.reshape(-1).float() for chance in chances]
-        for share, side in zip(shares, sides, strict=True):
-            square += float((share * weights.square(side)).sum(dtype=torch.float64))
-        if chances[0] is not None:
-            mean = shares[0] * sides[0] + shares[1] * sides[1]
-            own_bias += float(weights.square(mean).sum(dtype=torch.float64))
-            found = weights.sums(mean)
-            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        for part in _parts(sides[0][0]):
+            shares: list[Any] = [0.5 if chance is None else chance.reshape(-1)[part].float() for chance in chances]
+            changes = list(zip(*(weights.changes(side, part) for side in sides), strict=True))
+            for probe, both in enumerate(changes):
+                weighed = [share * change for share, change in zip(shares, both, strict=True)]
+                mean = weighed[0] + weighed[1]
+                squares = weighed[0] * both[0] + weighed[1] * both[1]
+                square += float(squares.sum(dtype=torch.float64)) / len(changes)
+                if chances[0] is not None:
+                    own_bias += float(mean.square().sum(dtype=torch.float64)) / len(changes)
+                    sums[probe] = sums.get(probe, 0.0) + float(mean.sum(dtype=torch.float64))
     # The sum over elements of one probe's bias is a single number, whose square varies much from probe to probe; the
     # elements' own biases are the least of it that is known well, unless they cancel.
-    together = sum(x * x for x in sums) / max(len(sums), 1)
+    together = sum(x * x for x in sums.values()) / max(len(sums), 1)
     more = together - own_bias if together > coherent * own_bias else 0.0
+    # A coefficient that is not finite makes all of them so, whatever its slope.
     is_finite = all(map(math.isfinite, (square, own_bias, together)))
-    is_finite = is_finite and all(bool(side.isfinite().all()) for _, sides, _ in parts for side in sides)
     return Added(max(square - own_bias, 0.0), own_bias, more, first) if is_finite else NOT_FINITE
 
 
-def _rows(values: Mapping[fx.Node, torch.Tensor], nodes: Sequence[fx.Node]) -> torch.Tensor:
-    return torch.stack([values[node].reshape(-1).float() for node in nodes])
+def _parts(x: torch.Tensor) -> Iterator[slice]:
+    """All elements, so many at a time that little is in memory at once."""
+    return (slice(first, first + _CHUNK) for first in range(0, len(x), _CHUNK))
+
+
+def _moved(
+    values: Mapping[fx.Node, torch.Tensor], exact: Mapping[fx.Node, torch.Tensor], nodes: Sequence[fx.Node]
+) -> list[torch.Tensor]:
+    """How far every coefficient is from where it is exact."""
+    return [values[node].reshape(-1).float() - exact[node].reshape(-1).float() for node in nodes]
 
 
 def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) -> torch.Tensor | None:

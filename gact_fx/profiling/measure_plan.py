@@ -20,8 +20,8 @@ from gact_fx.passes.encodings import Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, tensor_seed
-from gact_fx.profiling.gradient_changes import GradientChanges, difference
-from gact_fx.profiling.gradients import sketch, squared_norm
+from gact_fx.profiling.gradient_changes import GradientChanges, compared, difference
+from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Place, Step
 
@@ -43,8 +43,6 @@ class PlanMeter:
         self._steps = steps
         numel = sum(tensor.numel for step in steps for tensor, _ in step.analysis.quantized())
         self._draws = max(1, min(MOST_DRAWS, ENOUGH // max(numel, 1)))
-        # Sketches take no memory, but only gradients themselves can go on to other graphs.
-        self._keeps_sketches = len(steps) == 1 and not steps[0].outputs
         self._exact: list[dict[int, Any]] = []
         self._numel, self.squared_norm = 0, 0.0
         for graph, step in zip(self._graphs, steps, strict=True):
@@ -54,12 +52,7 @@ class PlanMeter:
                 if isinstance(x, torch.Tensor) and position not in goes_on:
                     self._numel += x.numel()
                     self.squared_norm += squared_norm(x)
-                self._exact[-1][position] = self._kept(x)
-
-    def _kept(self, gradient: Any) -> Any:
-        """What is compared of one of backward's outputs."""
-        is_float = isinstance(gradient, torch.Tensor) and gradient.dtype.is_floating_point
-        return sketch(gradient) if self._keeps_sketches and is_float else gradient
+                self._exact[-1][position] = compared(step, position, x)
 
     def squared_error(self, plan: Plan, without: AbstractSet[Place] = frozenset()) -> float:
         """The squared distance to the recorded gradient, the mean over draws; ``without`` what stays as recorded."""
@@ -81,7 +74,8 @@ class PlanMeter:
                 given[name] = arrived + change.reshape(arrived.shape).to(arrived.dtype)
             # One gradient after the other: all of them would take as much memory as the parameters.
             for position, value in graph.replay.outputs(given) if given else ():
-                changes.add_one(index, position, difference(self._kept(value), self._exact[index][position]))
+                kept = compared(self._steps[index], position, value)
+                changes.add_one(index, position, difference(kept, self._exact[index][position]))
         return changes.squared_norm()
 
 

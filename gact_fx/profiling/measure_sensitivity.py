@@ -10,7 +10,7 @@ earlier graphs, whose backward passes are linear in their tangents. Only backwar
 graph only what comes after its first use.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from gact_fx.codec import operators
 from gact_fx.codec.code import Code, step_variance
 from gact_fx.graphs.replay import Replay, Resume
 from gact_fx.plan import tensor_seed
-from gact_fx.profiling.gradient_changes import GradientChanges, difference
+from gact_fx.profiling.gradient_changes import GradientChanges, compared, difference
 from gact_fx.profiling.rounding_meter import REFERENCE
 from gact_fx.profiling.tape import Step
 
@@ -81,7 +81,8 @@ class Probe:
         names = {name: tensor for name, tensor in self.step.readings.items() if only is None or tensor in only}
         if not names:
             return
-        base = self.replay.run(self._given)
+        # Gradients of all parameters would take as much memory as these.
+        base = {position: compared(self.step, position, x) for position, x in self.replay.outputs(self._given)}
         for name, resume in self.replay.forks(self._given, list(names)):
             yield names[name], partial(self._change, name, resume, base)
 
@@ -92,8 +93,9 @@ class Probe:
         changes = {name: change.reshape(zeros[name].shape) for name, change in tangents.items()}
         return self.replay.run({**self._given, **zeros, **changes})
 
-    def _change(self, name: str, resume: Resume, base: list[Any], code: Code, draw: int) -> list[Any]:
-        return [difference(*pair) for pair in zip(resume(self._codes(name, code, draw)()), base, strict=True)]
+    def _change(self, name: str, resume: Resume, base: Mapping[int, Any], code: Code, draw: int) -> list[Any]:
+        outputs = enumerate(resume(self._codes(name, code, draw)()))
+        return [difference(compared(self.step, position, x), base.get(position)) for position, x in outputs]
 
     def _recorded(self, name: str) -> Any:
         return self.replay.evaluate({name})[name]

@@ -8,11 +8,12 @@ import torch
 from conftest import Mixed, mixed_batch
 from live_bytes import LiveBytes
 from test_recompute_attention import Attention
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from gact_fx.codec.code import Code
 from gact_fx.config import Config
+from gact_fx.profiling.cut_backward import summands
 from gact_fx.profiling.measure_adjoint import measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.measure_step import measure_step
@@ -106,6 +107,29 @@ def test_through_graph_breaks_and_an_output_read_twice() -> None:
     steps = record(model, x)
     assert len(steps) == 3 and all(step.flows for step in steps[1:])
     agree(adjoint(steps), empirical(steps))
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+def test_the_parts_of_a_gradient_stand_for_their_sum(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a weight that is used three times is never made, and measured as if it were."""
+    torch.manual_seed(0)
+    weight, batch = nn.Parameter(torch.randn(32, 32) / 6), torch.randn(48, 32)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.gelu(F.linear(F.gelu(F.linear(x, weight)), weight)), weight).square().mean()
+
+    found = []
+
+    def count(node: fx.Node, sums: set[fx.Node]) -> list[fx.Node]:
+        found.append(summands(node, sums))
+        return found[-1]
+
+    monkeypatch.setattr("gact_fx.profiling.adjoint.summands", count)
+    steps = record(loss, batch, inner=inner)
+    of_parts = adjoint(steps)
+    assert max(map(len, found)) == 3
+    monkeypatch.setattr("gact_fx.profiling.adjoint.summands", lambda node, sums: [node])
+    assert of_parts == pytest.approx(adjoint(steps), rel=0.01)
 
 
 def test_a_graph_break_changes_nothing() -> None:
