@@ -104,13 +104,16 @@ class FewRows:
             outputs = interpret_graph(self.pair.forward)(list(self.inputs))
         given = {saved.placeholder.name: outputs[saved.position] for saved in self.pair.saved_values()}
         given.update(self.tangents)
+        loss = _scalar(outputs[: self.pair.num_user_outputs])
+        # What the model returns, such as logits, may be most of what there is.
+        del outputs
         arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
         leaves: dict[int, int] = {}
         numbers: dict[int, int] = {}
         for output, position in pair.gradients_of_inputs().items():
             leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
         step = Step(pair, self.analysis, arguments, leaves=leaves, outputs=[])
-        return replace(step, weight=self._weight(step, outputs))
+        return replace(step, weight=self._weight(step, loss))
 
     def _pair_of_few(self) -> GraphPair:
         """The same graphs, with backward's sizes as they are for the few rows."""
@@ -122,8 +125,8 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def _weight(self, step: Step, outputs: Sequence[Any]) -> float:
-        """By how many times the variance of the whole batch's gradient is that of the rows' gradient.
+    def _weight(self, step: Step, few: float | None) -> float:
+        """By how many times the variance of the whole batch's gradient is that of the rows', whose loss is ``few``.
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
         has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
@@ -139,7 +142,7 @@ class FewRows:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
         if self.sums_rows:
             return times
-        few, whole = _scalar(outputs[: self.pair.num_user_outputs]), self.loss
+        whole = self.loss
         share = few / whole if few is not None and whole else math.nan
         if times ** -(1 / 3) < share < times ** (1 / 3):
             return 1 / times

@@ -100,9 +100,9 @@ def measure_sample(
             return NOT_FINITE
         finite.add(bits)
         low, high, chances = ROUNDINGS[rounding](x, bits)
-        sides = [_moved(chain.evaluate_at(side, positions), exact, chain.ends) for side in (low, high)]
+        moved = [_moved(chain.evaluate_at(side, positions), exact) for side in (low, high)]
         first = _first_order(own_weights, x, (low, high), chances)
-        return _added([(weights, sides, chances)], first, COHERENT)
+        return _added([(weights, [[m[node] for node in chain.ends] for m in moved], chances)], first, COHERENT)
 
     found: dict[Code, Added] = {}
     for rounding in ROUNDINGS:
@@ -167,9 +167,9 @@ def measure_whole(
             # Elements mix in some coefficient: two draws stand for all, each of even chance.
             sides = draw((low, high, chances), rounding, 0), draw((low, high, chances), rounding, 1)
             carried = {shape: [None, None] for shape in carried}
-        moved = [chain.evaluate(side) for side in sides]
+        moved = [_moved(chain.evaluate(side), exact) for side in sides]
         parts = [
-            (weights[shape], [_moved(m, exact, ends) for m in moved], carried[shape])
+            (weights[shape], [[m[node] for node in ends] for m in moved], carried[shape])
             for shape, ends in by_shape.items()
         ]
         return _added(parts, first, 1.0)
@@ -243,11 +243,9 @@ def _parts(x: torch.Tensor) -> Iterator[slice]:
     return (slice(first, first + _CHUNK) for first in range(0, len(x), _CHUNK))
 
 
-def _moved(
-    values: Mapping[fx.Node, torch.Tensor], exact: Mapping[fx.Node, torch.Tensor], nodes: Sequence[fx.Node]
-) -> list[torch.Tensor]:
-    """How far every coefficient is from where it is exact."""
-    return [values[node].reshape(-1).float() - exact[node].reshape(-1).float() for node in nodes]
+def _moved(values: dict[fx.Node, torch.Tensor], exact: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """How far every coefficient is from where it is exact; ``values`` are used up."""
+    return {node: values.pop(node).reshape(-1).float() - exact[node].reshape(-1).float() for node in list(values)}
 
 
 def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) -> torch.Tensor | None:
