@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 
+from gact_fx.graphs.recurrent_layer import differentiable_backward
+
 aten = torch.ops.aten
 
 
@@ -23,8 +25,8 @@ class GraphInterpreter(fx.Interpreter):
     ignore the seed and draw anew), so that forward and a backward that draws them again agree. They are not the same
     numbers as those of the compiled code.
 
-    With ``differentiable`` autograd can go through what is run: casts, copies and fused attention on the CPU, which
-    have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the
+    With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention on
+    the CPU, which have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the
     saved mean and deviation are functions of the input, but they are inputs of their own.
     """
 
@@ -141,4 +143,5 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.detach.default": lambda x: x,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+    "gact_fx.recurrent_layer_backward.default": differentiable_backward,
 }
