@@ -26,8 +26,9 @@ def install(modules: Iterable[nn.Module]) -> None:
     """Have the recurrent layers among ``modules`` compute what theirs do by our operator, where their class is none of
     the user's with a forward pass of its own."""
     for module in modules:
-        own = _FORWARDS.get(getattr(type(module), _FORWARD, None))
-        if own is not None and _FORWARD not in vars(module):
+        # Pickled, what was installed comes back as the class's own code in the same place.
+        own = _FORWARDS.get(getattr(module.forward, "__func__", None))
+        if own is not None:
             vars(module)[_FORWARD] = types.MethodType(own, module)
 
 
@@ -62,12 +63,12 @@ def _layers(
     mode: str, x: Tensor, batch_sizes: Tensor | None, h: Tensor, c: Tensor | None, weights: list[Tensor],
     has_biases: bool, num_layers: int, dropout: float, training: bool, bidirectional: bool, *, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # As autocast casts PyTorch's layers; on the CPU it leaves a GRU alone.
-    device = x.device.type
+    device, dtype, given = x.device.type, weights[0].dtype, h.dtype
     if torch.is_autocast_enabled(device) and not (mode == "gru" and device == "cpu"):
-        dtype = torch.get_autocast_dtype(device)
-        x, h, c = x.to(dtype), h.to(dtype), None if c is None else c.to(dtype)
-        weights = [weight.to(dtype) for weight in weights]
+        # On the CPU autocast leaves a GRU alone, whose results are of the dtype of its state.
+        dtype = given = torch.get_autocast_dtype(device)
+    x, h, c = x.to(dtype), h.to(dtype), None if c is None else c.to(dtype)
+    weights = [weight.to(dtype) for weight in weights]
     x = x.transpose(0, 1) if batch_first else x
     directions = 2 if bidirectional else 1
     count = len(weights) // (num_layers * directions)
@@ -88,8 +89,8 @@ def _layers(
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
         if dropout and layer < num_layers - 1:
             x = F.dropout(x, dropout, training)
-    x = x.transpose(0, 1) if batch_first else x
-    return x, torch.stack(last_h), *([] if c is None else [torch.stack(last_c)])
+    x = (x.transpose(0, 1) if batch_first else x).to(given)
+    return x, torch.stack(last_h).to(given), *([] if c is None else [torch.stack(last_c)])
 
 
 class _VF:
