@@ -13,8 +13,8 @@ from gact_fx.diagnostics.gradient_moments import GradientMoments, total
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import compile_apart, own_call, without_recompile_limits
-from gact_fx.graphs.recurrent_modules import can_trace
 from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.graphs.recurrent_modules import can_trace
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.pipeline import Pass

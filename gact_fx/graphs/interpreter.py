@@ -26,8 +26,8 @@ class GraphInterpreter(fx.Interpreter):
     numbers as those of the compiled code.
 
     With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention on
-    the CPU, which have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the
-    saved mean and deviation are functions of the input, but they are inputs of their own.
+    the CPU, which have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second
+    derivative the saved mean and deviation are functions of the input, but they are inputs of their own.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:

@@ -3,6 +3,9 @@
 PyTorch's own recurrent layers save all gates of every step for backward; the CPU's library and cuDNN do so in a block
 of bytes that nobody else can read. Here a layer saves what it reads, and its state before every `SPAN` steps. Backward
 takes these spans from the last to the first, has PyTorch compute each again, and differentiates it.
+
+Private, tried with torch 2.13: ``torch.backends.mkldnn.enabled``, assigned (public is ``torch.backends.mkldnn.flags``,
+which warns of TensorFloat-32 when it ends).
 """
 
 import contextlib
@@ -61,7 +64,6 @@ def differentiable_backward(*arguments: Any) -> tuple[Tensor, ...]:
 @contextlib.contextmanager
 def _without_libraries() -> Iterator[None]:
     """Within, PyTorch computes by its own operators: the layers of the libraries have no second derivative."""
-    # Not mkldnn.flags, which warns of something else.
     mkldnn: Any = torch.backends.mkldnn
     before, mkldnn.enabled = mkldnn.enabled, False
     try:
@@ -81,10 +83,11 @@ def gradients(
     spans = list(enumerate(_spans(x, batch_sizes, reverse)))
     with torch.autocast(x.device.type, enabled=False), torch.enable_grad():
         for index, part in reversed(spans):
-            c = starts_c[index] if mode == "lstm" else None
-            given = [_own(value, differentiable) for value in (x[part], starts_h[index], c, *weights)]
-            found = _run(*given[:3], given[3:], batch_sizes, mode, training=True)
-            ends = found if mode == "lstm" else found[:2]
+            cells = starts_c[index] if mode == "lstm" else None
+            given: list[Any] = [_own(value, differentiable) for value in (x[part], starts_h[index], cells, *weights)]
+            steps, h, c, *own = given
+            found = _run(steps, h, c, own, batch_sizes, mode, training=True)
+            ends = [value for value in found if value is not None]
             there = [value for value in given if value is not None]
             arrived = (grad_y[part], grad_h, grad_c)[: len(ends)]
             results = iter(torch.autograd.grad(ends, there, arrived, create_graph=differentiable))

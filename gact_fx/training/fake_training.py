@@ -16,9 +16,9 @@ from torch import fx, nn
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.errors import StepError, UsageError, first_line
+from gact_fx.graphs import recurrent_modules
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed, without_views
-from gact_fx.graphs import recurrent_modules
 from gact_fx.graphs.dynamo import compile_apart, own_call, set_compiled_call
 from gact_fx.graphs.fake_steps import Fakes, LiveBytes, needs_values, run_fake, tensors_in
 from gact_fx.graphs.live_memory import peak_nbytes
@@ -109,7 +109,7 @@ class FakeTraining:
         recurrent_modules.install(self._model.modules())
         recurrent = recurrent_modules.can_trace(self._model.modules())
         config = session.config
-        options = {"dynamic": config.dynamic, "fullgraph": config.fullgraph, "recurrent": recurrent}
+        options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph, "recurrent": recurrent}
         assert session.eager_regions is not None
         compiled = session.eager_regions.around(compile_apart(function, backend, **options))
         set_compiled_call(self._model, compiled)
