@@ -51,6 +51,10 @@ def _is_installed(module: nn.Module) -> bool:
 
 def _run(mode: str, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """What ``torch.lstm`` and the like, by their name ``mode``, make of these arguments."""
+    if torch.compiler.is_exporting():
+        # To programs that run without gact_fx.
+        own: Callable[..., tuple[Tensor, ...]] = getattr(torch, mode)
+        return own(x, *rest)
     # The first state, or of packed sequences the sizes of the steps and the first state, precede the weights.
     is_packed = isinstance(rest[2], list | tuple)
     batch_sizes, (state, *options) = (rest[0], rest[1:]) if is_packed else (None, rest)

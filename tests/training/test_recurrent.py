@@ -158,6 +158,13 @@ def test_a_forward_pass_of_the_users_stays_in_eager_pytorch() -> None:
     assert "does not round uint8" in text and "nn.LSTM itself" in text
 
 
+def test_exported_programs_know_nothing_of_gact_fx() -> None:
+    model, x = gact_fx.compile(Tagger(nn.LSTM), inner="eager"), batch()
+    trained(model, x)
+    program = torch.export.export(model, (x,), strict=False)
+    assert not any("gact_fx" in str(node.target) for node in program.graph.nodes)
+
+
 def test_an_estimate_and_the_gradients_error() -> None:
     model, x = Tagger(nn.LSTM), batch()
     found = gact_fx.estimate(model, (x,), budget_bits=8, inner="eager")
