@@ -41,7 +41,7 @@ from gact_fx.records import SavedTensor
 _TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
 _STUCK = "backward may have a pole in it, and compares it with other tensors, which would all have to be exact"
 # Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
-# bias was 12 % at 4 bits, and shrinks fourfold per bit.
+# bias was 12 % at 4 bits, and shrinks fourfold per bit. What a recurrent layer is computed again from is alike.
 CURVED_BITS = 6
 # Coefficients beyond so many times a tensor's elements are not stored in its place.
 MOST_COEFFICIENTS = 4
@@ -163,7 +163,7 @@ class _Decisions:
         mask_numel = self._mask_numel.get(name, 0)
         if name not in self.read:
             return Mask(name, "backward only compares it", order, own, mask_numel)
-        min_bits, exact_allowed = CURVED_BITS if name in self._readers.attention else 1, self._sole.issuperset(own)
+        min_bits, exact_allowed = CURVED_BITS if name in self._readers.curved else 1, self._sole.issuperset(own)
         bends = self._bends(tensor, self._nodes[name], own)
         return Quantize(name, "", order, own, mask_numel, min_bits=min_bits, exact_allowed=exact_allowed, **bends)
 

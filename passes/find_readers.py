@@ -12,7 +12,7 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import is_float
 from gact_fx.graphs.linearity import is_affine, is_pointwise
-from gact_fx.graphs.operator_table import NONLINEAR
+from gact_fx.graphs.operator_table import COMPUTED_AGAIN, NONLINEAR
 from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.find_bends import dependents_within
 from gact_fx.passes.find_masks import derivable_nodes, is_known
@@ -26,19 +26,20 @@ class Readers:
     """What reads the saved tensors, or what follows from them in backward.
 
     ``nonlinear``: saved tensor → an operator that is not linear in it. ``unknown``: saved tensor → one of which nothing
-    is known. ``attention``: the saved tensors that are query or key of fused attention, computed again, which bends.
+    is known. ``curved``: the saved tensors from which backward computes again what it then differentiates, and which
+    bends: the query and key of fused attention, and what recurrent layers read.
     """
 
     nonlinear: dict[str, str]
     unknown: dict[str, str]
-    attention: frozenset[str]
+    curved: frozenset[str]
 
 
 def find_readers(pair: GraphPair, lossy: Collection[str], masks: Collection[str]) -> Readers:
     """The readers of the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact."""
     nonlinear: dict[str, str] = {}
     unknown: dict[str, str] = {}
-    attention: set[str] = set()
+    curved: set[str] = set()
     derivable = derivable_nodes(pair)
     for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
         if placeholder.name not in lossy:
@@ -48,11 +49,12 @@ def find_readers(pair: GraphPair, lossy: Collection[str], masks: Collection[str]
         for node, user in reads:
             if not is_known(user):
                 unknown.setdefault(placeholder.name, str(user.target))
-            if recomputes(user) and any(user.args[i] is node for i in _QUERY_AND_KEY):
-                attention.add(placeholder.name)
+            again = _QUERY_AND_KEY if recomputes(user) else COMPUTED_AGAIN.get(packet_of(user), ())
+            if any(user.args[i] is node for i in again):
+                curved.add(placeholder.name)
             if _is_nonlinear(node, user, derivable):
                 nonlinear.setdefault(placeholder.name, str(user.target))
-    return Readers(nonlinear, unknown, frozenset(attention))
+    return Readers(nonlinear, unknown, frozenset(curved))
 
 
 def _is_nonlinear(node: fx.Node, user: fx.Node, derivable: Collection[fx.Node]) -> bool:

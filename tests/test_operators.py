@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell over 2 steps; ``nn.LSTM`` and the like, which Dynamo leaves to eager PyTorch, all at once."""
+    """A cell over 2 steps; ``nn.LSTM`` and the like, which backward computes again, all at once."""
 
     def __init__(self, cell: type[nn.Module]) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ CASES: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
         for form in ("plain", "causal", "boolean", "float", "gqa")
     },
     # Recurrence.
-    **{kind.__name__: lambda k=kind: Recurrent(k) for kind in (nn.RNNCell, nn.LSTMCell, HandWritten, nn.GRU)},  # type: ignore[misc]
+    **{kind.__name__: lambda k=kind: Recurrent(k) for kind in (nn.RNNCell, nn.LSTMCell, HandWritten, nn.GRU, nn.LSTM)},  # type: ignore[misc]
     # Embedding and losses.
     "embedding": lambda: Embedded(tied=True),
     "embedding sparse": lambda: Embedded(sparse=True),

@@ -14,6 +14,7 @@ from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import compile_apart, own_call, without_recompile_limits
 from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.graphs.recurrent_modules import can_trace
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.pipeline import Pass
@@ -142,8 +143,9 @@ def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
+    recurrent = can_trace(model.modules())
     with (
-        running(model, compile_apart(own_call(model, f"call_{id(backend)}"), backend)),
+        running(model, compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=recurrent)),
         torch.enable_grad(),
         without_recompile_limits(),
     ):

@@ -4,7 +4,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from gact_fx.breaks.forward_pass import EagerTensor
+from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.diagnostics.noise import added_variance
 from gact_fx.passes.encodings import Drop, Encoding, Keep, Mask, Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis, freed, is_counted
@@ -161,16 +164,18 @@ def _use_of_mask(how: Quantize, entry: TensorPlan) -> str:
 def eager_row(index: int, tensor: EagerTensor) -> Row:
     use = str(tensor.use) if tensor.use is not None else ""
     code = None if tensor.is_mask else tensor.code
-    why = (
-        f"; gact_fx does not know whether {use} may read rounded values"
-        if use
-        else ", in a computation that does not lead to the model's results"
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if use:
+        why = f"; gact_fx does not know whether {use} may read rounded values"
+    elif tensor.dtype in (*SOURCE_DTYPES, torch.bool):
+        why = ", in a computation that does not lead to the model's results"
+    else:
+        why = f"; gact_fx does not round {dtype}"
     return Row(
         name=f"eager_{index}",
         op=use,
         shape=tensor.shape,
-        dtype=str(tensor.dtype).removeprefix("torch."),
+        dtype=dtype,
         encoding=(Keep if tensor.code is None else Mask if tensor.is_mask else Quantize).label,
         bits=tensor.code.bits if tensor.code is not None else None,
         rounding=code.rounding if code is not None else None,

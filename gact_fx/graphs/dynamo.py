@@ -6,6 +6,7 @@ Private, tried with torch 2.11 and 2.13:
 
 - ``torch._dynamo.config.patch`` with ``recompile_limit`` and ``accumulated_recompile_limit``: for single compilations
   only where ``torch.compile`` does not know ``isolate_recompiles``, which is public and replaces it;
+- ``torch._dynamo.config.allow_rnn`` (public would be the same in ``torch.compiler``);
 - ``torch._dynamo.config.ignore_logger_methods``, by which logging does not break a graph (public would be a decorator
   of ``torch.compiler``);
 - ``torch._dynamo.config.suppress_errors`` (public would be a getter in ``torch.compiler``);
@@ -41,13 +42,14 @@ Backend = str | Callable[..., Any]
 
 
 def compile_apart(
-    function: Callable[..., Any], backend: Backend, *, generation: int = 1, **options: Any
+    function: Callable[..., Any], backend: Backend, *, generation: int = 1, recurrent: bool = False, **options: Any
 ) -> Callable[..., Any]:
     """``torch.compile(function, backend=backend, **options)``, not held back by what was compiled of the same code
     before.
 
     Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
     these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
+    ``recurrent``: trace nn.LSTM and the like, too.
 
     A backend and the graphs that it compiles live as long as what is returned, although Dynamo's caches last.
     """
@@ -60,7 +62,7 @@ def compile_apart(
     vars(compiled)["owner"] = owner
     is_held_back = generation > 1 and not can_isolate
     silent = _said_once()
-    if not is_held_back and not silent:
+    if not is_held_back and not silent and not recurrent:
         return cast(Callable[..., Any], compiled)
 
     @functools.wraps(function)
@@ -68,7 +70,8 @@ def compile_apart(
         config = torch._dynamo.config
         limit = (generation if is_held_back else 1) * config.recompile_limit
         ignored = config.ignore_logger_methods | silent
-        with config.patch(recompile_limit=limit, ignore_logger_methods=ignored):
+        allows = recurrent or config.allow_rnn
+        with config.patch(recompile_limit=limit, ignore_logger_methods=ignored, allow_rnn=allows):
             return compiled(*args, **kwargs)
 
     return call

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._decomp import get_decompositions
 
 from gact_fx.graphs.attention import attention, attention_backward
+from gact_fx.graphs.recurrent_layer import differentiable_backward
 
 aten = torch.ops.aten
 
@@ -24,9 +25,9 @@ class GraphInterpreter(fx.Interpreter):
     ignore the seed and draw anew), so that forward and a backward that draws them again agree. They are not the same
     numbers as those of the compiled code.
 
-    With ``differentiable`` autograd can go through what is run: casts, copies and fused attention on the CPU, which
-    have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second derivative the
-    saved mean and deviation are functions of the input, but they are inputs of their own.
+    With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention on
+    the CPU, which have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second
+    derivative the saved mean and deviation are functions of the input, but they are inputs of their own.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
@@ -91,4 +92,5 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.detach.default": lambda x: x,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+    "gact_fx.recurrent_layer_backward.default": differentiable_backward,
 }

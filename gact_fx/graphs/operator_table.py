@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-import gact_fx.graphs.linear_cross_entropy  # noqa: F401 (its operators are in the tables)
+import gact_fx.graphs.linear_cross_entropy
+import gact_fx.graphs.recurrent_layer  # noqa: F401 (their operators are in the tables)
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Table = frozenset[Any]
@@ -83,6 +84,8 @@ NONLINEAR: dict[object, tuple[int | str, ...]] = {
     aten._scaled_dot_product_efficient_attention: (3,), aten._scaled_dot_product_cudnn_attention: (3,),
     aten._scaled_dot_product_fused_attention_overrideable: (3,),
 }  # fmt: skip
+# Derivatives of what they compute again from these arguments, by position: exact for rounded ones, but bent.
+COMPUTED_AGAIN: dict[object, tuple[int, ...]] = {torch.ops.gact_fx.recurrent_layer_backward: (3, 4, 5)}
 # They return positions along one dimension: the result that does (None: the only one), and which argument names the
 # dimension, with its default.
 POSITIONS: dict[object, tuple[int | None, int, int | None]] = {

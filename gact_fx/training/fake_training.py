@@ -16,6 +16,7 @@ from torch import fx, nn
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.errors import StepError, UsageError, first_line
+from gact_fx.graphs import recurrent_modules
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed, without_views
 from gact_fx.graphs.dynamo import compile_apart, own_call, set_compiled_call
@@ -105,7 +106,10 @@ class FakeTraining:
     def _compile(self, backend: Backend) -> None:
         session = backend.session
         function = own_call(self._model, f"estimate_{id(backend)}")
-        options: dict[str, Any] = {"dynamic": session.config.dynamic, "fullgraph": session.config.fullgraph}
+        recurrent_modules.install(self._model.modules())
+        recurrent = recurrent_modules.can_trace(self._model.modules())
+        config = session.config
+        options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph, "recurrent": recurrent}
         assert session.eager_regions is not None
         compiled = session.eager_regions.around(compile_apart(function, backend, **options))
         set_compiled_call(self._model, compiled)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gact_fx.graphs import recurrent_modules
 from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
 from gact_fx.training.other_compilers import guard, unguard
@@ -65,6 +66,11 @@ def owned_by(model: Callable[..., Any]) -> list[torch.Tensor]:
     return [x for module in modules_of(unwrapped(model)) for x in (*module.parameters(), *module.buffers())]
 
 
+def all_modules(model: Callable[..., Any]) -> list[nn.Module]:
+    """The modules of a model, itself included; of a function those that it refers to."""
+    return [within for module in modules_of(unwrapped(model)) for within in module.modules()]
+
+
 def restore(model: Any) -> Any:
     """Undo what `Target.install` did to a model and to all modules in it; None where it did nothing.
 
@@ -72,6 +78,7 @@ def restore(model: Any) -> Any:
     """
     if isinstance(model, _CompiledFunction):
         session = vars(model).pop(_ATTRIBUTE, None)
+        recurrent_modules.remove(all_modules(model.__wrapped__))
         if isinstance(session, Session):
             session.lifecycle.close()
         return model.__wrapped__
@@ -91,6 +98,7 @@ def _restore_module(module: nn.Module) -> bool:
     if isinstance(session, Session):
         session.lifecycle.close()
     unguard(module)
+    recurrent_modules.remove(module.modules())
     return True
 
 
@@ -130,6 +138,10 @@ class Target:
         options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph}
         if isinstance(backend, str):
             options["options"] = config.inductor_patches or None
+        else:
+            modules = all_modules(self._original)
+            recurrent_modules.install(modules)
+            options["recurrent"] = recurrent_modules.can_trace(modules)
         compiled = compile_apart(function, backend, generation=self._generation, **options)
         return compiled if regions is None else regions.around(compiled)
 
@@ -149,6 +161,7 @@ class Target:
                 set_compiled_call(self._original, self._before)
                 if not isinstance(self._before, Lifecycle):
                     unguard(self._original)
+                    recurrent_modules.remove(self._original.modules())
             object.__delattr__(self.model, _ATTRIBUTE)
             if self._session_before is not None:
                 object.__setattr__(self.model, _ATTRIBUTE, self._session_before)
