@@ -1,9 +1,7 @@
 """The report behind ``gact_fx.inspect``: every saved tensor, how it is stored, and why not smaller."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from gact_fx.diagnostics.collect import collect
 from gact_fx.diagnostics.cures import warnings
 from gact_fx.diagnostics.full_table import full_table
 from gact_fx.diagnostics.html import frame, page
-from gact_fx.diagnostics.memory_timeline import Timeline, step_timeline
+from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.report_rows import Row, average_bits
 from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.diagnostics.summary import summary
@@ -67,8 +65,8 @@ class Report:
     note: str
     steps: tuple[StepSizes, ...] = ()
     warnings: tuple[str, ...] = ()
-    # What is live in the course of a step, which takes a moment to find out.
-    _timeline: Callable[[], Timeline] = field(default=Timeline, repr=False, compare=False)
+    # What is live in the course of a step.
+    _timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
     @property
     def bytes_before(self) -> int:
@@ -134,11 +132,11 @@ class Report:
                 f"gact_fx: report.save writes HTML, and {str(path)!r} does not end with .html; "
                 "report.to_json() and report.plan.save(path) give the rest"
             )
-        Path(path).write_text(page(self, self._timeline()), encoding="utf-8")
+        Path(path).write_text(page(self, self._timeline), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page without the graphs, in a frame of its own."""
-        return frame(page(self, self._timeline(), with_graphs=False))
+        return frame(page(self, self._timeline, with_graphs=False))
 
     def __str__(self) -> str:
         return summary(self)
@@ -149,8 +147,7 @@ class Report:
         found = collect(session, _names(model, session))
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
-        timeline = partial(step_timeline, found.graphs, found.names, found.runs)
-        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, timeline)
+        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, found.timeline)
 
 
 def _names(model: object, session: Session) -> dict[int, str]:

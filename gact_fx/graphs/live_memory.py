@@ -7,6 +7,8 @@ operator may write where it reads what dies.
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -44,12 +46,38 @@ def storages(node: fx.Node) -> dict[int, int]:
     return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in values}
 
 
-def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
-    """The most bytes that are live while ``graph`` runs, above those that are live when it begins.
+@dataclass(frozen=True)
+class Span:
+    """A storage, which ``node`` makes, is live from call ``start`` of its graph to call ``end``, both included.
+
+    What the graph is given is there from -1 on; what nobody reads of that is gone at -1, too.
+    """
+
+    key: int
+    node: fx.Node
+    start: int
+    end: int
+    nbytes: int
+
+
+def live_spans(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> tuple[int, list[Span]]:
+    """How many calls ``graph`` makes, and the storages that are live meanwhile.
 
     ``freed`` are the inputs that nobody else holds: these are freed after their last use.
     """
-    return _Walk(graph, freed, fused).peak()
+    walk = _Walk(graph, freed, fused)
+    return walk.length, walk.spans()
+
+
+def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
+    """The most bytes that are live while ``graph`` runs, above those that are live when it begins."""
+    length, spans = live_spans(graph, freed, fused=fused)
+    changes = [0] * (length + 2)
+    for span in spans:
+        changes[span.start + 1] += span.nbytes
+        changes[span.end + 2] -= span.nbytes
+    levels = list(accumulate(changes))
+    return max(levels) - levels[0]
 
 
 class _Walk:
@@ -58,9 +86,10 @@ class _Walk:
     def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
         self._sizes = {node: storages(node) for node in graph.nodes if node.op != "output"}
-        inputs = graph.find_nodes(op="placeholder")
-        self._given = {key for node in inputs for key in self._sizes[node]}
-        kept = {key for node in inputs if node not in freed for key in self._sizes[node]}
+        self._nbytes = {key: nbytes for sizes in self._sizes.values() for key, nbytes in sizes.items()}
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._given = {key for node in self._inputs for key in self._sizes[node]}
+        kept = {key for node in self._inputs if node not in freed for key in self._sizes[node]}
         self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
@@ -72,22 +101,28 @@ class _Walk:
         self._nodes = self._in_order() if fused else self._nodes
         self._when = {node: when for when, node in enumerate(self._nodes)}
 
-    def peak(self) -> int:
-        """The most bytes that are live at a time, above those at the beginning."""
-        ends = self._find_ends()
-        live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
-        highest = 0
+    @property
+    def length(self) -> int:
+        return len(self._nodes)
+
+    def spans(self) -> list[Span]:
+        """What is live, and when."""
+        made = {key: (node, -1, nbytes) for node in self._inputs for key, nbytes in self._sizes[node].items()}
+        known, ends = self._given | self._unmade, self._find_ends()
+        dying: dict[int, list[int]] = {}
+        for key, when in ends.items():
+            dying.setdefault(when, []).append(key)
         for when, node in enumerate(self._nodes):
             new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
             known |= new.keys()
-            dying = ends.get(when, {})
-            live += sum(new.values())
-            highest = max(highest, live - self._written_over(node, new, dying))
-            live -= sum(dying.values())
-        return highest
+            made.update({key: (node, when, nbytes) for key, nbytes in new.items()})
+            for key in self._written_over(node, new, dying.get(when, [])):
+                ends[key] = when - 1
+        last = self.length - 1
+        return [Span(key, node, start, ends.get(key, last), nbytes) for key, (node, start, nbytes) in made.items()]
 
-    def _find_ends(self) -> dict[int, dict[int, int]]:
-        """By the call that reads or makes them last, the storages that are freed then, with their bytes."""
+    def _find_ends(self) -> dict[int, int]:
+        """By storage, the call that reads or makes it last, where it is freed then."""
         read: dict[fx.Node, int] = {}
         for node in reversed(self._nodes):
             is_unmade = node in self._inlined or not self._sizes[node].keys().isdisjoint(self._unmade)
@@ -98,19 +133,18 @@ class _Walk:
         for node in self._nodes:
             for key in (key for source in node.all_input_nodes for key in self._sizes[source]):
                 last[key] = max(last[key], read[node])
-        ends: dict[int, dict[int, int]] = {}
-        for sizes in self._sizes.values():
-            for key, nbytes in sizes.items():
-                if key not in self._stays and key not in self._unmade:
-                    ends.setdefault(last[key], {})[key] = nbytes
-        return ends
+        return {key: when for key, when in last.items() if key not in self._stays and key not in self._unmade}
 
-    def _written_over(self, node: fx.Node, new: dict[int, int], dying: dict[int, int]) -> int:
-        """Bytes that die here and are written over, rather than freed."""
+    def _written_over(self, node: fx.Node, new: dict[int, int], dying: list[int]) -> list[int]:
+        """The storages of those that die here that are written over, rather than freed."""
         if not self._fused or _is_of_library(node):
-            return 0
-        over = Counter(n for key, n in dying.items() if key not in self._given | self._foreign and key not in new)
-        return sum((over & Counter(new.values())).elements())
+            return []
+        room, found = Counter(new.values()), []
+        for key in dying:
+            if key not in self._given | self._foreign and key not in new and room[self._nbytes[key]]:
+                room[self._nbytes[key]] -= 1
+                found.append(key)
+        return found
 
     def _in_order(self) -> list[fx.Node]:
         """The calls in the order in which compiled code runs them: codes, which free most, as soon as they can be."""

@@ -51,7 +51,7 @@ def whole(model: nn.Module) -> int:
     """What the model's graphs would hold under plain torch.compile."""
     session = session_of(model)
     assert session is not None
-    return sum(profile.runs * profile.plain_nbytes for profile in session.profiles.values())
+    return sum(profile.runs * profile.plain.held for profile in session.profiles.values())
 
 
 def test_a_share_is_of_what_torch_compile_holds() -> None:
