@@ -16,6 +16,7 @@ from gact_fx.diagnostics.report_rows import Row, average_bits
 from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.diagnostics.summary import summary
 from gact_fx.errors import MissingPackageError, UsageError
+from gact_fx.graphs.step_memory import StepMemory
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
 from gact_fx.training.model import session_of
@@ -57,6 +58,8 @@ class Report:
         steps: what the largest training step held for backward, and the last one where that is another; before the
             first one, what is predicted.
         warnings: what is not as it should be, each with the cure.
+        peak_measured: bytes that the latest step under :func:`gact_fx.measure_peak` had live at its peak, gradients
+            included; None where none was measured by this plan.
     """
 
     rows: tuple[Row, ...]
@@ -65,6 +68,7 @@ class Report:
     note: str
     steps: tuple[StepSizes, ...] = ()
     warnings: tuple[str, ...] = ()
+    peak_measured: int | None = None
     # What is live in the course of a step.
     _timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
@@ -84,6 +88,38 @@ class Report:
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
     @property
+    def peak_activations(self) -> int | None:
+        """The most bytes of activations that are live at a time in the largest step, as predicted.
+
+        What forward keeps counts, as it is stored, and what operators make and free again. Parameters, gradients, the
+        batch and the optimizer's state do not, nor does what forward returns once it has returned, nor what libraries
+        take inside of an operator. Sizes are those that the graphs were traced with. None before there is a plan.
+        """
+        return self._of(self._timeline.after, "activations")
+
+    @property
+    def peak_before(self) -> int | None:
+        """`peak_activations` without compression; None before a step ran by the plan."""
+        return self._of(self._timeline.before, "activations")
+
+    @property
+    def peak_predicted(self) -> int | None:
+        """The most bytes that are live at a time, the gradients that the step makes included, as predicted.
+
+        That is ``peak`` of :func:`gact_fx.estimate`, and what `peak_measured` measures.
+        """
+        return self._of(self._timeline.after, "peak")
+
+    @property
+    def gradients(self) -> int | None:
+        """Bytes of the gradients that the step leaves."""
+        return self._of(self._timeline.after, "gradients")
+
+    @staticmethod
+    def _of(step: StepMemory, name: str) -> int | None:
+        return getattr(step, name) if step.length else None
+
+    @property
     def average_bits(self) -> float | None:
         """Bits per element over the tensors with codes, their metadata and masks included."""
         return average_bits(self.rows)
@@ -96,6 +132,8 @@ class Report:
     def to_json(self) -> str:
         """Rows and totals as JSON."""
         totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "ratio": self.ratio}
+        peaks = ("peak_activations", "peak_before", "peak_predicted", "peak_measured", "gradients")
+        totals |= {name: getattr(self, name) for name in peaks}
         lists = {
             "warnings": self.warnings,
             "steps": list(map(asdict, self.steps)),
@@ -147,7 +185,9 @@ class Report:
         found = collect(session, _names(model, session))
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
-        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, found.timeline)
+        return cls(
+            found.rows, reports, session.plan, found.note, found.steps, cures, session.run_counts.peak, found.timeline
+        )
 
 
 def _names(model: object, session: Session) -> dict[int, str]:

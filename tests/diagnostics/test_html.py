@@ -17,6 +17,7 @@ from gact_fx.diagnostics.charts import Axis, Point, scatter
 from gact_fx.diagnostics.html import page
 from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.report_rows import Row
+from gact_fx.training.progress import size
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,9 @@ def test_between_forward_and_backward_the_timeline_holds_what_the_report_says(re
         crossing = sum(b.nbytes for b in step.buffers if b.start < step.forward <= b.end)
         assert crossing == held
         assert all(0 <= b.start <= b.end < step.length for b in step.buffers)
+    # The charts say what the report does.
+    assert timeline.after.activations == report.peak_activations == max(timeline.after.levels())
+    assert f"after: at most {size(timeline.after.activations)} at a time" in page(report, timeline)
 
 
 def test_graphs_run_backward_in_reverse() -> None:
