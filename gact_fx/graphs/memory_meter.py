@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -39,6 +38,6 @@ def peak_meter(device: torch.device) -> Iterator[MeasuredPeak]:
         yield found
     results: Any = recorded.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.device_type() == DeviceType.CPU]
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.device_type().name == "CPU"]
     changes.sort(key=lambda change: change[0])
     found.nbytes = max(accumulate((nbytes for _, nbytes in changes), initial=0))

@@ -19,7 +19,8 @@ from gact_fx.graphs.module_names import module_path
 class Buffer:
     """Memory that is live from call ``start`` to call ``end``, both included; ``op`` in ``module`` made it.
 
-    ``slots`` names the saved values that lie in it; ``is_gradient`` says that it is a gradient of what the caller gave.
+    ``slots`` names the saved values that lie in it, which forward's call ``left`` reads last, and backward's call
+    ``wanted`` first; ``is_gradient`` says that it is a gradient of what the caller gave.
     """
 
     start: int
@@ -28,6 +29,8 @@ class Buffer:
     op: str
     module: str
     slots: tuple[str, ...] = ()
+    left: int = 0
+    wanted: int = 0
     is_gradient: bool = False
 
 
@@ -97,6 +100,11 @@ class StepMemory:
         return max(self.levels(), default=0)
 
     @cached_property
+    def held(self) -> int:
+        """Bytes that are held for backward when forward ends."""
+        return sum(b.nbytes for b in self.buffers if b.start < self.forward <= b.end)
+
+    @cached_property
     def peak(self) -> int:
         """The most bytes that are live at a time, gradients included."""
         return max(self.levels(gradients=True), default=0)
@@ -128,38 +136,38 @@ def pair_memory(pair: GraphPair, *, fused: bool) -> PairMemory:
     backward, behind = live_spans(graphs[1], others, fused=fused)
     modules, gradients = _modules(pair), _gradients(pair, inputs)
     given = _keys([node for node in inputs if node.name not in pair.upstream_inputs])
-    ends = {span.key: span.end for span in behind}
-    # By the storage in forward: the slots, and the last call of backward that reads one. Backward is given all of them.
+    there = {span.key: span for span in behind}
+    # By the storage in forward: the slots, and the calls of backward from the first read on. Backward is given all.
     slots: dict[int, tuple[str, ...]] = {}
-    lasts: dict[int, int] = {}
+    reads: dict[int, tuple[int, int]] = {}
     for value in pair.saved_values():
-        for key, there in zip(storages(value.source), storages(value.placeholder), strict=True):
+        for key, other in zip(storages(value.source), storages(value.placeholder), strict=True):
             slots[key] = (*slots.get(key, ()), value.name)
-            lasts[key] = max(lasts.get(key, 0), ends.pop(there, 0))
+            span = there.pop(other, None)
+            if span is not None:
+                reads[key] = forward + max(span.first, 0), forward + max(span.end, 0)
     found = []
     for span in ahead:
         if span.key not in given and span.nbytes:
-            end = forward + lasts[span.key] if span.key in lasts else span.end
-            found.append(_buffer(span, modules, 0, end, slots.get(span.key, ())))
+            buffer = _buffer(span, modules, 0)
+            if span.key in reads:
+                wanted, end = reads[span.key]
+                left = max(span.last, buffer.start)
+                buffer = replace(buffer, end=end, slots=slots[span.key], left=left, wanted=wanted)
+            found.append(buffer)
     for span in behind:
         # What was saved is counted where forward makes it.
-        if span.key in ends and span.nbytes:
-            found.append(_buffer(span, modules, forward, forward + span.end, is_gradient=span.key in gradients))
+        if span.key in there and span.nbytes:
+            found.append(replace(_buffer(span, modules, forward), is_gradient=span.key in gradients))
     return PairMemory(forward, backward, tuple(found))
 
 
-def _buffer(
-    span: Span,
-    modules: Mapping[fx.Node, str],
-    offset: int,
-    end: int,
-    slots: tuple[str, ...] = (),
-    *,
-    is_gradient: bool = False,
-) -> Buffer:
+def _buffer(span: Span, modules: Mapping[fx.Node, str], offset: int) -> Buffer:
+    """A storage of the graph whose calls are counted from ``offset`` on."""
     start = max(span.start, 0) + offset
-    op = "input" if span.node.op == "placeholder" else str(span.node.target).removesuffix(".default")
-    return Buffer(start, max(start, end), span.nbytes, op, modules[span.node], slots, is_gradient)
+    is_given = span.node.op == "placeholder"
+    op = ("tangent" if offset else "input") if is_given else str(span.node.target).removesuffix(".default")
+    return Buffer(start, max(start, offset + span.end), span.nbytes, op, modules[span.node])
 
 
 def _gradients(pair: GraphPair, inputs: Sequence[fx.Node]) -> set[int]:

@@ -11,12 +11,12 @@ from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
-from gact_fx.options import allowed_nbytes
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
-from gact_fx.planning.budget import GraphTensors, choose_plan, is_better
+from gact_fx.planning.budget import GraphTensors, is_better
+from gact_fx.planning.choose_step_plan import choose_step_plan
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
@@ -265,13 +265,9 @@ class Session:
 
     def choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
         """The plan that the profiles lead to."""
-        config, eager = self.config, eager or self.eager_bytes()
-        if config.budget_bytes is not None:
-            whole = eager.plain + sum(profile.runs * profile.plain.held for profile in self.profiles.values())
-            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - eager.held, 1))
-        return choose_plan(
-            self._tensors(), config, self.model, self.minibatch_variance,
-            squared_norm=self.squared_norm, warns=warns, eager_excess=eager.excess,
+        return choose_step_plan(
+            self.profiles, self.config, self.model, self.minibatch_variance, eager or self.eager_bytes(),
+            squared_norm=self.squared_norm, warns=warns,
         )  # fmt: skip
 
     def _tensors(self) -> list[GraphTensors]:
