@@ -17,6 +17,7 @@ from gact_fx.config import Config as Config
 from gact_fx.diagnostics.estimate import Estimate as Estimate
 from gact_fx.diagnostics.gradient_error import GradientError as GradientError
 from gact_fx.diagnostics.measure_gradient_error import measure_gradient_error as measure_gradient_error
+from gact_fx.diagnostics.measure_peak import measure_peak as measure_peak
 from gact_fx.diagnostics.report import Report as Report
 from gact_fx.errors import GactError as GactError
 from gact_fx.plan import Plan as Plan
@@ -36,6 +37,7 @@ __all__ = [
     "estimate",
     "inspect",
     "measure_gradient_error",
+    "measure_peak",
     "ops",
     "uncompile",
 ]

@@ -35,12 +35,14 @@ from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.spread_zeros import spread_zeros
 from gact_fx.passes.swap_codes import swap_codes
+from gact_fx.passes.weigh_exact_pair import weigh_exact_pair
+from gact_fx.passes.weigh_pair import weigh_pair
 from gact_fx.passes.weigh_plain_cut import weigh_plain_cut
 
 JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forward", "backward")
 
 PIPELINE: tuple[Pass, ...] = (
-    Pass("weigh_plain_cut", weigh_plain_cut, gives="plain_nbytes", when=lambda c: is_share(c.config.budget_bytes)),
+    Pass("weigh_plain_cut", weigh_plain_cut, gives="plain", when=lambda c: is_share(c.config.budget_bytes)),
     Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),
@@ -52,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),
     Pass("find_plan", find_plan, gives="plan"),
+    Pass("weigh_exact_pair", weigh_exact_pair, gives="exact_memory", when=lambda c: not c.is_profiling),
     Pass("insert_compression", insert_compression, edits=FORWARD, gives="reads", unfinished=True),
     Pass("read_masks", read_masks, edits=BACKWARD, gives="exact_masks", unfinished=True),
     Pass("read_values", read_values, edits=BACKWARD),
@@ -61,4 +64,5 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
     Pass("fuse_codec", fuse_codec, edits=BOTH, when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off"),
+    Pass("weigh_pair", weigh_pair, gives="memory"),
 )

@@ -50,7 +50,7 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     budget = context.config.budget_bytes
     spare_nbytes = None
     if budget is not None:
-        spare_nbytes = usual_nbytes(analysis) - allowed_nbytes(budget, context.plain_nbytes)
+        spare_nbytes = usual_nbytes(analysis) - allowed_nbytes(budget, context.plain.activations)
     chosen: set[str] = set()
     dropped: set[str] = set()
     needed: set[str] = set()

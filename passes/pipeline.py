@@ -13,6 +13,7 @@ from torch import fx
 
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.reads import Read
 from gact_fx.passes.verify_graphs import verify_graphs
@@ -48,7 +49,7 @@ class Context:
 
     joint: JointGraph | None = None
     pair: GraphPair | None = None
-    plain_nbytes: int = 0
+    plain: PairMemory = NOTHING
     copies: frozenset[str] = frozenset()
     products: frozenset[str] = frozenset()
     is_free: bool = False
@@ -59,6 +60,8 @@ class Context:
     exact_masks: Mapping[str, fx.Node] = field(default_factory=dict)
     replayable: GraphPair | None = None
     exact: GraphPair | None = None
+    exact_memory: PairMemory = NOTHING
+    memory: PairMemory = NOTHING
     swapped: frozenset[str] = frozenset()
     stages: tuple[Stage, ...] = ()
 

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
+from gact_fx.breaks.eager_bytes import EagerBytes
 from gact_fx.codec.operators import has_compiled_kernels
+from gact_fx.diagnostics.memory_timeline import Timeline, step_timeline
 from gact_fx.diagnostics.report_rows import Held, Row, eager_row, graph_rows
 from gact_fx.diagnostics.steps import LARGEST, LAST, PREDICTED, StepSizes, step_sizes
 from gact_fx.graphs.module_names import full_names
 from gact_fx.passes.encodings import Keep
+from gact_fx.planning.planned_memory import planned_memory
 from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.run_counts import GraphRuns, StepRuns
 from gact_fx.training.session import Session
@@ -18,14 +21,12 @@ from gact_fx.training.session import Session
 @dataclass(frozen=True)
 class Collected:
     """``rows`` are those of the largest step, ``graphs`` its graphs and behind them those that only the last step ran;
-    ``names`` has, graph by graph, the full names of modules by what the graph calls them, ``runs`` how often it ran in
-    the largest step.
+    ``timeline`` is what is live in the largest step.
     """
 
     rows: tuple[Row, ...]
     graphs: tuple[RewrittenGraph, ...]
-    names: tuple[Mapping[str, str], ...]
-    runs: tuple[int, ...]
+    timeline: Timeline
     steps: tuple[StepSizes, ...]
     note: str
     unforeseen: tuple[int, ...]
@@ -35,7 +36,9 @@ def collect(session: Session, module_names: Mapping[int, str]) -> Collected:
     """What the graphs hold that training runs; ``module_names`` by ``id`` of the model's modules."""
     if session.plan is not None and not session.graphs:
         rows = _predicted(session)
-        return Collected(rows, (), (), (), (step_sizes(PREDICTED, rows),) if rows else (), _note(session, rows), ())
+        timeline = Timeline(after=planned_memory(session.profiles, session.plan, session.eager_bytes().held))
+        predicted = (step_sizes(PREDICTED, rows),) if rows else ()
+        return Collected(rows, (), timeline, predicted, _note(session, rows), ())
     largest, last = session.run_counts.largest_step(), session.run_counts.last_step()
     has_run = bool(largest.graphs)
     if not has_run:
@@ -49,7 +52,9 @@ def collect(session: Session, module_names: Mapping[int, str]) -> Collected:
         steps.append(step_sizes(LAST, _step_rows(session, ordered, last, names)))
     unforeseen = tuple(index for index, graph in enumerate(ordered) if session.is_unforeseen(graph))
     runs = tuple(largest.graphs[graph].runs if graph in largest.graphs else 0 for graph in ordered)
-    return Collected(rows, ordered, names, runs, tuple(steps), _note(session, rows), unforeseen)
+    eager = EagerBytes.of(largest.eager, None)
+    timeline = step_timeline(ordered, names, runs, (eager.plain, eager.held))
+    return Collected(rows, ordered, timeline, tuple(steps), _note(session, rows), unforeseen)
 
 
 def _step_rows(

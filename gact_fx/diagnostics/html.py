@@ -15,7 +15,7 @@ from gact_fx.diagnostics.summary import MODULE_COLUMNS, megabytes, module_cells,
 
 _ABOUT_TIME = (
     "What is live at each operator of a step, read off the graphs; parameters, gradients and the batch are left out. "
-    "Compiled code fuses operators, and holds less in between."
+    "What Inductor is expected never to have in memory is left out, too."
 )
 _ABOUT_TENSORS = "A point is a tensor with codes; the pointer over a point shows its name."
 _EXACT_COLUMNS = ("module", "operator", "tensors", "MB", "why", "remedy")

@@ -1,15 +1,16 @@
 """The charts of a report: memory in the course of a step, bits beside sensitivity, noise beside bytes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
-from itertools import accumulate
 
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.diagnostics.charts import COLOURS, Axis, Point, area_chart, scatter
-from gact_fx.diagnostics.memory_timeline import Buffer, Timeline
+from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.modules import OTHERS, OUTSIDE, Path, blocks, fold, label
 from gact_fx.diagnostics.noise import share_text
 from gact_fx.diagnostics.report_rows import Row, noise_shares
+from gact_fx.graphs.step_memory import Buffer, StepMemory
 from gact_fx.training.progress import size
 
 # How many modules have a colour of their own, and how many moments of a step are drawn.
@@ -19,17 +20,17 @@ MOST_MOMENTS = 400
 
 def timeline_charts(timeline: Timeline) -> str:
     """Two charts on one scale, before and after, with their peaks; '' where nothing is known."""
-    if not timeline.before:
+    kinds = (("before", timeline.before), ("after", timeline.after))
+    if not all(step.length for _, step in kinds):
         return ""
-    lines = _groups(timeline.before + timeline.after)
+    lines = _groups([b for _, step in kinds for b in step.buffers if not b.is_gradient])
     order = list(dict.fromkeys(lines.values()))
     names = [label(".".join(line) or OTHERS, blocks(line, [p for p in lines if lines[p] == line])) for line in order]
     charts = []
-    kinds = (("before", timeline.before), ("after", timeline.after))
-    levels = [[_levels(buffers, timeline.length, lines, line) for line in order] for _, buffers in kinds]
+    levels = [[_levels(step, lines, line) for line in order] for _, step in kinds]
     totals = [[sum(values) for values in zip(*series, strict=True)] for series in levels]
     highest = max(map(max, totals))
-    for (kind, _), series, total in zip(kinds, levels, totals, strict=True):
+    for (kind, step), series, total in zip(kinds, levels, totals, strict=True):
         moments = _moments(total)
         peak = f"{kind}: at most {size(round(max(total)))} at a time"
         drawing = area_chart(
@@ -37,7 +38,7 @@ def timeline_charts(timeline: Timeline) -> str:
             1.12 * highest / 1e6,
             Axis("operators of one step, as they run"),
             Axis("MB"),
-            division=timeline.forward / timeline.length,
+            division=step.forward / step.length,
             label=f"memory over a step, {peak}",
         )
         charts.append(f"<figure><figcaption>{escape(peak)}</figcaption>{drawing}</figure>")
@@ -97,14 +98,10 @@ def _path(buffer: Buffer) -> Path:
     return tuple(buffer.module.split(".")) if buffer.module else (OUTSIDE,)
 
 
-def _levels(buffers: Sequence[Buffer], length: int, lines: dict[Path, Path], line: Path) -> list[int]:
-    """The bytes of the modules of one line that are live at each operator."""
-    changes = [0] * (length + 1)
-    for buffer in buffers:
-        if lines[_path(buffer)] == line:
-            changes[buffer.start] += buffer.nbytes
-            changes[buffer.end + 1] -= buffer.nbytes
-    return list(accumulate(changes))[:length]
+def _levels(step: StepMemory, lines: dict[Path, Path], line: Path) -> list[int]:
+    """The bytes of the modules of one line that are live at each operator, gradients left out."""
+    buffers = tuple(b for b in step.buffers if not b.is_gradient and lines[_path(b)] == line)
+    return replace(step, buffers=buffers).levels()
 
 
 def _moments(total: Sequence[int]) -> list[int]:

@@ -1,9 +1,7 @@
 """The report behind ``gact_fx.inspect``: every saved tensor, how it is stored, and why not smaller."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,12 @@ from gact_fx.diagnostics.collect import collect
 from gact_fx.diagnostics.cures import warnings
 from gact_fx.diagnostics.full_table import full_table
 from gact_fx.diagnostics.html import frame, page
-from gact_fx.diagnostics.memory_timeline import Timeline, step_timeline
+from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.report_rows import Row, average_bits
 from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.diagnostics.summary import summary
 from gact_fx.errors import MissingPackageError, UsageError
+from gact_fx.graphs.step_memory import StepMemory
 from gact_fx.passes.pipeline import Stage
 from gact_fx.plan import Plan
 from gact_fx.training.model import session_of
@@ -59,6 +58,8 @@ class Report:
         steps: what the largest training step held for backward, and the last one where that is another; before the
             first one, what is predicted.
         warnings: what is not as it should be, each with the cure.
+        peak_measured: bytes that the latest step under :func:`gact_fx.measure_peak` had live at its peak, gradients
+            included; None where none was measured by this plan.
     """
 
     rows: tuple[Row, ...]
@@ -67,8 +68,9 @@ class Report:
     note: str
     steps: tuple[StepSizes, ...] = ()
     warnings: tuple[str, ...] = ()
-    # What is live in the course of a step, which takes a moment to find out.
-    _timeline: Callable[[], Timeline] = field(default=Timeline, repr=False, compare=False)
+    peak_measured: int | None = None
+    # What is live in the course of a step.
+    _timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
     @property
     def bytes_before(self) -> int:
@@ -86,6 +88,38 @@ class Report:
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
     @property
+    def peak_activations(self) -> int | None:
+        """The most bytes of activations that are live at a time in the largest step, as predicted.
+
+        What forward keeps counts, as it is stored, and what operators make and free again. Parameters, gradients, the
+        batch and the optimizer's state do not, nor does what forward returns once it has returned, nor what libraries
+        take inside of an operator. Sizes are those that the graphs were traced with. None before there is a plan.
+        """
+        return self._of(self._timeline.after, "activations")
+
+    @property
+    def peak_before(self) -> int | None:
+        """`peak_activations` without compression; None before a step ran by the plan."""
+        return self._of(self._timeline.before, "activations")
+
+    @property
+    def peak_predicted(self) -> int | None:
+        """The most bytes that are live at a time, the gradients that the step makes included, as predicted.
+
+        That is ``peak`` of :func:`gact_fx.estimate`, and what `peak_measured` measures.
+        """
+        return self._of(self._timeline.after, "peak")
+
+    @property
+    def gradients(self) -> int | None:
+        """Bytes of the gradients that the step leaves."""
+        return self._of(self._timeline.after, "gradients")
+
+    @staticmethod
+    def _of(step: StepMemory, name: str) -> int | None:
+        return getattr(step, name) if step.length else None
+
+    @property
     def average_bits(self) -> float | None:
         """Bits per element over the tensors with codes, their metadata and masks included."""
         return average_bits(self.rows)
@@ -98,6 +132,8 @@ class Report:
     def to_json(self) -> str:
         """Rows and totals as JSON."""
         totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "ratio": self.ratio}
+        peaks = ("peak_activations", "peak_before", "peak_predicted", "peak_measured", "gradients")
+        totals |= {name: getattr(self, name) for name in peaks}
         lists = {
             "warnings": self.warnings,
             "steps": list(map(asdict, self.steps)),
@@ -134,11 +170,11 @@ class Report:
                 f"gact_fx: report.save writes HTML, and {str(path)!r} does not end with .html; "
                 "report.to_json() and report.plan.save(path) give the rest"
             )
-        Path(path).write_text(page(self, self._timeline()), encoding="utf-8")
+        Path(path).write_text(page(self, self._timeline), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page without the graphs, in a frame of its own."""
-        return frame(page(self, self._timeline(), with_graphs=False))
+        return frame(page(self, self._timeline, with_graphs=False))
 
     def __str__(self) -> str:
         return summary(self)
@@ -149,8 +185,9 @@ class Report:
         found = collect(session, _names(model, session))
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
-        timeline = partial(step_timeline, found.graphs, found.names, found.runs)
-        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, timeline)
+        return cls(
+            found.rows, reports, session.plan, found.note, found.steps, cures, session.run_counts.peak, found.timeline
+        )
 
 
 def _names(model: object, session: Session) -> dict[int, str]:

@@ -42,9 +42,24 @@ def totals(report: Contents) -> list[tuple[str, str]]:
     held = f"{megabytes(report.bytes_before)} MB before, {megabytes(report.bytes_after)} MB after"
     is_predicted = any(step.name == PREDICTED for step in report.steps)
     lines = [("held for backward", f"{held} ({report.ratio:.1f}x){', as predicted' if is_predicted else ''}")]
+    lines += peaks_text(report)
     lines += [("bits", f"{bits:.2f} per compressed element, metadata and masks included")] if bits else []
     lines += [("noise", noise)] if noise else []
     return lines + steps_text(report.steps)
+
+
+def peaks_text(report: Contents) -> list[tuple[str, str]]:
+    """The most that is live at a time: of activations, and in a whole step."""
+    activations, predicted, gradients = report.peak_activations, report.peak_predicted, report.gradients
+    if activations is None or predicted is None or gradients is None:
+        return []
+    before = "" if report.peak_before is None else f"{megabytes(report.peak_before)} MB before, "
+    after = "after, " if before else ""
+    measured = "" if report.peak_measured is None else f", {megabytes(report.peak_measured)} MB measured"
+    whole = f"{megabytes(predicted)} MB as predicted{measured}; {megabytes(gradients)} MB of gradients included"
+    return [
+        ("peak of activations", f"{before}{megabytes(activations)} MB {after}as predicted"), ("peak of a step", whole)
+    ]  # fmt: skip
 
 
 def steps_text(steps: Sequence[StepSizes]) -> list[tuple[str, str]]:

@@ -7,12 +7,14 @@ operator may write where it reads what dies.
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.operator_table import CONSTANTS, REDUCTIONS
-from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.graphs.trees import tree_leaves
@@ -30,6 +32,11 @@ LIBRARY = frozenset({
     aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
     aten._fft_c2r, aten.nonzero,
 })  # fmt: skip
+# Their result is their first argument but for a few elements.
+WRITERS = frozenset({
+    aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.scatter, aten.scatter_add,
+    aten.scatter_reduce, aten.index_add,
+})  # fmt: skip
 _COMPRESS = "gact_fx.compress.default"
 LOOPS = ("aten", "prims")
 # Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
@@ -44,12 +51,41 @@ def storages(node: fx.Node) -> dict[int, int]:
     return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in values}
 
 
-def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
-    """The most bytes that are live while ``graph`` runs, above those that are live when it begins.
+@dataclass(frozen=True)
+class Span:
+    """A storage, which ``node`` makes, is live from call ``start`` of its graph to call ``end``, both included.
+
+    What the graph is given is there from -1 on; what nobody reads of that is gone at -1, too. ``first`` and ``last``
+    are the calls that read it, the one that makes it counted with them.
+    """
+
+    key: int
+    node: fx.Node
+    start: int
+    end: int
+    nbytes: int
+    first: int
+    last: int
+
+
+def live_spans(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> tuple[int, list[Span]]:
+    """How many calls ``graph`` makes, and the storages that are live meanwhile.
 
     ``freed`` are the inputs that nobody else holds: these are freed after their last use.
     """
-    return _Walk(graph, freed, fused).peak()
+    walk = _Walk(graph, freed, fused)
+    return walk.length, walk.spans()
+
+
+def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
+    """The most bytes that are live while ``graph`` runs, above those that are live when it begins."""
+    length, spans = live_spans(graph, freed, fused=fused)
+    changes = [0] * (length + 2)
+    for span in spans:
+        changes[span.start + 1] += span.nbytes
+        changes[span.end + 2] -= span.nbytes
+    levels = list(accumulate(changes))
+    return max(levels) - levels[0]
 
 
 class _Walk:
@@ -57,10 +93,16 @@ class _Walk:
 
     def __init__(self, graph: fx.Graph, freed: Collection[fx.Node], fused: bool) -> None:
         self._nodes = [node for node in graph.nodes if node.op == "call_function"]
-        self._sizes = {node: storages(node) for node in graph.nodes if node.op != "output"}
-        inputs = graph.find_nodes(op="placeholder")
-        self._given = {key for node in inputs for key in self._sizes[node]}
-        kept = {key for node in inputs if node not in freed for key in self._sizes[node]}
+        self._sizes: dict[fx.Node, dict[int, int]] = {}
+        for node in graph.nodes:
+            source = node.args[0] if node.args and returns_alias(node.target) else None
+            if node.op != "output":
+                # A view of what is read from codes was traced as a view of what these stand for.
+                self._sizes[node] = self._sizes[source] if isinstance(source, fx.Node) else storages(node)
+        self._nbytes = {key: nbytes for sizes in self._sizes.values() for key, nbytes in sizes.items()}
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._given = {key for node in self._inputs for key in self._sizes[node]}
+        kept = {key for node in self._inputs if node not in freed for key in self._sizes[node]}
         self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
@@ -72,22 +114,33 @@ class _Walk:
         self._nodes = self._in_order() if fused else self._nodes
         self._when = {node: when for when, node in enumerate(self._nodes)}
 
-    def peak(self) -> int:
-        """The most bytes that are live at a time, above those at the beginning."""
-        ends = self._find_ends()
-        live, known = -sum(ends.get(-1, {}).values()), self._given | self._unmade
-        highest = 0
+    @property
+    def length(self) -> int:
+        return len(self._nodes)
+
+    def spans(self) -> list[Span]:
+        """What is live, and when."""
+        made = {key: (node, -1, nbytes) for node in self._inputs for key, nbytes in self._sizes[node].items()}
+        firsts, lasts = self._find_reads()
+        ends = {key: when for key, when in lasts.items() if key not in self._stays and key not in self._unmade}
+        known = self._given | self._unmade
+        dying: dict[int, list[int]] = {}
+        for key, when in ends.items():
+            dying.setdefault(when, []).append(key)
         for when, node in enumerate(self._nodes):
             new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
             known |= new.keys()
-            dying = ends.get(when, {})
-            live += sum(new.values())
-            highest = max(highest, live - self._written_over(node, new, dying))
-            live -= sum(dying.values())
-        return highest
+            made.update({key: (node, when, nbytes) for key, nbytes in new.items()})
+            for key in self._written_over(node, new, dying.get(when, [])):
+                ends[key] = when - 1
+        final = self.length - 1
+        return [
+            Span(key, node, start, ends.get(key, final), nbytes, firsts.get(key, start), lasts[key])
+            for key, (node, start, nbytes) in made.items()
+        ]
 
-    def _find_ends(self) -> dict[int, dict[int, int]]:
-        """By the call that reads or makes them last, the storages that are freed then, with their bytes."""
+    def _find_reads(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By storage, the call that reads it first, and the one that reads or makes it last."""
         read: dict[fx.Node, int] = {}
         for node in reversed(self._nodes):
             is_unmade = node in self._inlined or not self._sizes[node].keys().isdisjoint(self._unmade)
@@ -95,22 +148,26 @@ class _Walk:
             later = [read[user] for user in node.users if user in read] if is_unmade else []
             read[node] = max(later, default=self._when[node])
         last = {key: self._when.get(node, -1) for node in self._sizes for key in self._sizes[node]}
+        first: dict[int, int] = {}
         for node in self._nodes:
             for key in (key for source in node.all_input_nodes for key in self._sizes[source]):
+                first.setdefault(key, self._when[node])
                 last[key] = max(last[key], read[node])
-        ends: dict[int, dict[int, int]] = {}
-        for sizes in self._sizes.values():
-            for key, nbytes in sizes.items():
-                if key not in self._stays and key not in self._unmade:
-                    ends.setdefault(last[key], {})[key] = nbytes
-        return ends
+        return first, last
 
-    def _written_over(self, node: fx.Node, new: dict[int, int], dying: dict[int, int]) -> int:
-        """Bytes that die here and are written over, rather than freed."""
-        if not self._fused or _is_of_library(node):
-            return 0
-        over = Counter(n for key, n in dying.items() if key not in self._given | self._foreign and key not in new)
-        return sum((over & Counter(new.values())).elements())
+    def _written_over(self, node: fx.Node, new: dict[int, int], dying: list[int]) -> list[int]:
+        """The storages of those that die here that are written over, rather than freed."""
+        is_writer = packet_of(node) in WRITERS
+        if not self._fused or (_is_of_library(node) and not is_writer):
+            return []
+        room, found = Counter(new.values()), []
+        first = self._sizes[node.all_input_nodes[0]] if is_writer else {}
+        for key in dying:
+            is_own = key not in self._given | self._foreign and key not in new
+            if is_own and (key in first or not is_writer) and room[self._nbytes[key]]:
+                room[self._nbytes[key]] -= 1
+                found.append(key)
+        return found
 
     def _in_order(self) -> list[fx.Node]:
         """The calls in the order in which compiled code runs them: codes, which free most, as soon as they can be."""

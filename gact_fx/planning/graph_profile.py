@@ -1,8 +1,9 @@
 """What profiling found out about one graph: sensitivities, from any number of steps and ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.plan import graph_fingerprint
 from gact_fx.planning.budget import GraphTensors
@@ -15,7 +16,8 @@ class GraphProfile:
 
     ``excess`` has by how many times codes of a tensor were found to add more than that, together with others';
     ``correction`` is what all codes of a plan together added, as a share of what was predicted with the excess.
-    ``plain_nbytes`` is what a run holds for backward under plain torch.compile, 0 where nobody asks for it.
+    ``memory`` is what a run has in memory, with codes of the width for profiling; ``plain`` is the same under plain
+    torch.compile, empty where nobody asks for it.
     """
 
     analysis: GraphAnalysis
@@ -23,7 +25,8 @@ class GraphProfile:
     runs: int = 1
     excess: dict[str, float] = field(default_factory=dict)
     correction: float = 1.0
-    plain_nbytes: int = 0
+    memory: PairMemory = NOTHING
+    plain: PairMemory = NOTHING
 
     def exceed(self, key: str, factor: float) -> None:
         """Codes of a tensor add ``factor`` times what is known so far."""
@@ -47,8 +50,7 @@ def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProf
     found: dict[str, GraphProfile] = {}
     for profiles in several:
         for key, profile in profiles.items():
-            known = found.setdefault(key, GraphProfile(profile.analysis, correction=profile.correction))
-            known.plain_nbytes = max(known.plain_nbytes, profile.plain_nbytes)
+            known = found.setdefault(key, replace(profile, found={}, runs=1, excess={}))
             known.runs = max(known.runs, profile.runs)
             known.correction = max(known.correction, profile.correction)
             for name, factor in profile.excess.items():

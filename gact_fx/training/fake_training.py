@@ -5,7 +5,6 @@ a step is profiled; then there is a plan, from sensitivities that are assumed to
 one. What graphs need while they run is read off the rewritten graphs; what runs between them is counted as it runs.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from gact_fx.graphs.compilers import Compiled, boxed, without_views
 from gact_fx.graphs.dynamo import compile_apart, own_call, set_compiled_call
 from gact_fx.graphs.fake_steps import Fakes, LiveBytes, needs_values, run_fake, tensors_in
 from gact_fx.graphs.live_memory import peak_nbytes
+from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.weigh_plain_cut import weigh_plain_cut
@@ -94,13 +94,15 @@ class FakeTraining:
                 'is nothing to compress; TORCH_LOGS="graph_breaks" says which line to change'
             )
         for graph, found in runs.items():
-            session.profiles[graph.plan.fingerprint] = GraphProfile(graph.analysis, runs=found.runs)
-        plain = session.eager_bytes().plain + sum(n.runs * backend.plain[g.plan.fingerprint] for g, n in runs.items())
+            key = graph.plan.fingerprint
+            session.profiles[key] = GraphProfile(
+                graph.analysis, runs=found.runs, memory=graph.memory, plain=backend.plain[key]
+            )
+        profiles = session.profiles.values()
+        plain = session.eager_bytes().plain + sum(profile.runs * profile.plain.held for profile in profiles)
         if config.split_loss and any(map(_is_split, runs)):
             # torch.compile has the logits whole.
             plain = self._profiled(Config.from_options({"split_loss": False, "inner": config.inner}))[1]
-        for key, profile in session.profiles.items():
-            profile.plain_nbytes = backend.plain[key]
         return session, plain
 
     def _compile(self, backend: Backend) -> None:
@@ -136,11 +138,11 @@ class _FakeBackend(Backend):
     def __init__(self, session: Session, meter: LiveBytes) -> None:
         super().__init__(session, interpreted=session.plan is None)
         self._meter = meter
-        # What torch.compile would hold, by the graphs' fingerprints.
-        self.plain: Counter[str] = Counter()
+        # What graphs would have in memory under torch.compile, by their fingerprints.
+        self.plain: dict[str, PairMemory] = {}
 
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
-        plain = weigh_plain_cut(joint, Context(self.session.config)) if self.session.plan is None else 0
+        plain = weigh_plain_cut(joint, Context(self.session.config)) if self.session.plan is None else NOTHING
         graph = super().rewrite(joint)
         self.plain[graph.plan.fingerprint] = plain
         return graph

@@ -10,6 +10,7 @@ from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.config import Config
 from gact_fx.errors import UsageError
 from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
@@ -26,8 +27,9 @@ class RewrittenGraph:
 
     ``replayable`` are the graphs as the passes left them, all on one device; those in ``pair`` belong to the inner
     compiler. ``swapped`` are the slots whose blobs these move to host memory. ``exact`` are the graphs before anything
-    was stored in codes, where a pass has kept them. ``plain_nbytes`` is what the graph would hold for backward under
-    plain torch.compile, 0 where nobody asks for it.
+    was stored in codes, where a pass has kept them. ``memory`` is what the pair has in memory while it runs,
+    ``exact_memory`` the same before anything was stored in codes, ``plain`` the same under plain torch.compile, empty
+    where nobody asks for it.
     """
 
     pair: GraphPair
@@ -37,7 +39,9 @@ class RewrittenGraph:
     stages: tuple[Stage, ...]
     swapped: frozenset[str] = frozenset()
     exact: GraphPair | None = None
-    plain_nbytes: int = 0
+    memory: PairMemory = NOTHING
+    exact_memory: PairMemory = NOTHING
+    plain: PairMemory = NOTHING
 
 
 def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> RewrittenGraph:
@@ -45,7 +49,16 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
     done = run_passes(passes, replace(context, joint=joint))
     assert done.pair is not None and done.replayable is not None
     return RewrittenGraph(
-        done.pair, done.replayable, done.analysis, done.plan, done.stages, done.swapped, done.exact, done.plain_nbytes
+        done.pair,
+        done.replayable,
+        done.analysis,
+        done.plan,
+        done.stages,
+        done.swapped,
+        done.exact,
+        done.memory,
+        done.exact_memory,
+        done.plain,
     )
 
 

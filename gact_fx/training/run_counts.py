@@ -56,6 +56,7 @@ class RunCounts:
         self._saved: dict[RewrittenGraph, deque[int]] = {}
         self._last = StepRuns()
         self._largest = StepRuns()
+        self._peak: int | None = None
 
     def forward(self, run: Compiled, graph: RewrittenGraph) -> Compiled:
         """``run``, the forward pass of ``graph``, counted."""
@@ -83,6 +84,15 @@ class RunCounts:
             return run(arguments)
 
         return boxed(call)
+
+    @property
+    def peak(self) -> int | None:
+        """The most bytes that the latest step under a meter had live at a time; None where none was."""
+        return self._peak
+
+    def note_peak(self, nbytes: int | None) -> None:
+        """Take note of what a meter found."""
+        self._peak = nbytes
 
     def last_step(self) -> StepRuns:
         """The latest step that ran backward; before the first one, the forward passes so far; empty if there are none.

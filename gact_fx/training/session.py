@@ -10,12 +10,13 @@ from gact_fx.breaks.eager_bytes import EagerBytes
 from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.options import allowed_nbytes
+from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
-from gact_fx.planning.budget import GraphTensors, choose_plan, is_better
+from gact_fx.planning.budget import GraphTensors, is_better
+from gact_fx.planning.choose_step_plan import choose_step_plan
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
@@ -54,8 +55,8 @@ class Session:
         self.graphs: list[RewrittenGraph] = []
         # The fingerprints of all graphs that were rewritten, those for profiling included.
         self.rewritten: list[str] = []
-        # What graphs would hold under plain torch.compile, by their fingerprints.
-        self._plain_nbytes: dict[str, int] = {}
+        # What profiled graphs have in memory, and would have under plain torch.compile, by their fingerprints.
+        self._memories: dict[str, tuple[PairMemory, PairMemory]] = {}
         self.eager_regions = eager_regions
         self.run_counts = RunCounts(eager_regions)
         # Variance of the minibatch gradient, in units of squared gradient; None until it was measured.
@@ -98,7 +99,7 @@ class Session:
         graph = rewrite(joint, context, self.passes)
         self.rewritten.append(graph.plan.fingerprint)
         if profiling:
-            self._plain_nbytes.setdefault(graph.plan.fingerprint, graph.plain_nbytes)
+            self._memories.setdefault(graph.plan.fingerprint, (graph.memory, graph.plain))
             return graph
         if self.config.swap and not self.graphs and not graph.swapped:
             log.warning(
@@ -157,7 +158,8 @@ class Session:
         profiles = []
         for step in steps:
             key = graph_fingerprint(step.analysis.saved)
-            new = GraphProfile(step.analysis, plain_nbytes=self._plain_nbytes.get(key, 0))
+            memory, plain = self._memories.get(key, (NOTHING, NOTHING))
+            new = GraphProfile(step.analysis, memory=memory, plain=plain)
             profiles.append(self.profiles.setdefault(key, new))
         for profile in profiles:
             profile.runs = max(profile.runs, sum(other is profile for other in profiles))
@@ -263,13 +265,9 @@ class Session:
 
     def choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
         """The plan that the profiles lead to."""
-        config, eager = self.config, eager or self.eager_bytes()
-        if config.budget_bytes is not None:
-            whole = eager.plain + sum(profile.runs * profile.plain_nbytes for profile in self.profiles.values())
-            config = replace(config, budget_bytes=max(allowed_nbytes(config.budget_bytes, whole) - eager.held, 1))
-        return choose_plan(
-            self._tensors(), config, self.model, self.minibatch_variance,
-            squared_norm=self.squared_norm, warns=warns, eager_excess=eager.excess,
+        return choose_step_plan(
+            self.profiles, self.config, self.model, self.minibatch_variance, eager or self.eager_bytes(),
+            squared_norm=self.squared_norm, warns=warns,
         )  # fmt: skip
 
     def _tensors(self) -> list[GraphTensors]:

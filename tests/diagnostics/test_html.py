@@ -17,6 +17,7 @@ from gact_fx.diagnostics.charts import Axis, Point, scatter
 from gact_fx.diagnostics.html import page
 from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.report_rows import Row
+from gact_fx.training.progress import size
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +102,14 @@ def test_a_report_without_rows_is_a_page_too() -> None:
 
 
 def test_between_forward_and_backward_the_timeline_holds_what_the_report_says(report: Report) -> None:
-    timeline = report._timeline()
-    for buffers, held in ((timeline.before, report.bytes_before), (timeline.after, report.bytes_after)):
-        crossing = sum(b.nbytes for b in buffers if b.start < timeline.forward <= b.end)
-        # The loss is there as well.
-        assert held <= crossing <= held + 8
-        assert all(0 <= b.start <= b.end < timeline.length for b in buffers)
+    timeline = report._timeline
+    for step, held in ((timeline.before, report.bytes_before), (timeline.after, report.bytes_after)):
+        crossing = sum(b.nbytes for b in step.buffers if b.start < step.forward <= b.end)
+        assert crossing == held
+        assert all(0 <= b.start <= b.end < step.length for b in step.buffers)
+    # The charts say what the report does.
+    assert timeline.after.activations == report.peak_activations == max(timeline.after.levels())
+    assert f"after: at most {size(timeline.after.activations)} at a time" in page(report, timeline)
 
 
 def test_graphs_run_backward_in_reverse() -> None:
@@ -124,9 +127,9 @@ def test_graphs_run_backward_in_reverse() -> None:
     for _ in range(2):
         model(torch.randn(64, 64)).backward()
     report = gact_fx.inspect(model)
-    timeline = report._timeline()
+    before = report._timeline.before
     assert len(report.graphs) == 2
-    crossing = [b for b in timeline.before if b.start < timeline.forward <= b.end]
+    crossing = [b for b in before.buffers if b.start < before.forward <= b.end]
     first, second = ([b for b in crossing if b.module.startswith(name)] for name in ("a", "b"))
     assert first and second and max(b.end for b in first) > max(b.end for b in second)
     assert max(b.start for b in first) < min(b.start for b in second)

@@ -1,0 +1,89 @@
+"""The plan of a step: under ``budget_bytes``, the one whose peak of activations keeps to them.
+
+What is held between forward and backward is never more than what is live at the peak, and the wider the codes, the
+higher is both. So the budget of what is held is looked for with which the predicted peak is right below the limit.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from gact_fx.breaks.eager_bytes import EagerBytes
+from gact_fx.config import Config
+from gact_fx.graphs.step_memory import StepMemory
+from gact_fx.options import allowed_nbytes
+from gact_fx.plan import Plan
+from gact_fx.planning.budget import choose_plan
+from gact_fx.planning.graph_profile import GraphProfile
+from gact_fx.planning.planned_memory import plain_memory, planned_memory
+
+log = logging.getLogger("gact_fx")
+# Halvings of what is between the narrowest codes and the limit.
+TRIES = 7
+# Of what makes the peak, so many are named.
+MOST_NAMED = 3
+
+
+def choose_step_plan(
+    profiles: Mapping[str, GraphProfile],
+    config: Config,
+    model: str,
+    minibatch_variance: float | None,
+    eager: EagerBytes,
+    *,
+    squared_norm: float | None = None,
+    warns: bool = True,
+) -> Plan:
+    """The plan for all profiled graphs of a step, ``eager`` regions between them; the rest as for `choose_plan`."""
+    graphs = [profile.tensors() for profile in profiles.values()]
+
+    def plan_of(config: Config, warns: bool) -> Plan:
+        return choose_plan(
+            graphs, config, model, minibatch_variance,
+            squared_norm=squared_norm, warns=warns, eager_excess=eager.excess,
+        )  # fmt: skip
+
+    if config.budget_bytes is None:
+        return plan_of(config, warns)
+
+    def holding(nbytes: int, warns: bool = False) -> Plan:
+        return plan_of(replace(config, budget_bytes=max(nbytes - eager.held, 1)), warns)
+
+    def memory_of(plan: Plan) -> StepMemory:
+        return planned_memory(profiles, plan, eager.held)
+
+    limit = allowed_nbytes(config.budget_bytes, plain_memory(profiles.values(), eager.plain).activations)
+    return holding(_held_nbytes(holding, memory_of, limit, warns), warns)
+
+
+def _held_nbytes(
+    holding: Callable[[int], Plan], memory_of: Callable[[Plan], StepMemory], limit: int, warns: bool
+) -> int:
+    """The bytes that may be held so that the peak is below ``limit``; the limit itself where nothing would do."""
+    if memory_of(holding(limit)).activations <= limit:
+        return limit
+    least = memory_of(holding(1))
+    if least.activations > limit:
+        if warns and least.held <= limit:
+            log.warning("%s", _why_not(least, limit))
+        return limit
+    low, high = least.held, limit
+    for _ in range(TRIES):
+        middle = (low + high) // 2
+        if memory_of(holding(middle)).activations <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _why_not(least: StepMemory, limit: int) -> str:
+    waiting, others = least.largest_moment()
+    named = ", ".join(f"{b.nbytes} of {b.op}{f' in {b.module}' if b.module else ''}" for b in others[:MOST_NAMED])
+    held = sum(b.nbytes for b in waiting)
+    return (
+        f"budget_bytes={limit} cannot be kept at the peak of a step: with every tensor at its least width "
+        f"{least.activations} bytes of activations are live at a time, {held} of them held for backward and the others "
+        f"needed meanwhile ({named}); what is held between forward and backward keeps to the budget. Use a smaller "
+        "batch, a larger budget, or where most of it is held recompute='full'"
+    )

@@ -1,0 +1,96 @@
+"""``budget_bytes`` bounds the peak of activations."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from conftest import Mixed, mixed_batch
+from torch import nn
+
+import gact_fx
+from gact_fx.graphs.step_memory import Buffer, PairMemory
+from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.planning.graph_profile import GraphProfile, merged
+
+ROWS, WIDTH, DEPTH = 1024, 64, 12
+# One activation.
+NBYTES = 4 * ROWS * WIDTH
+
+
+class Squared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
+
+
+def deep() -> nn.Module:
+    """What it holds is more than what an operator needs."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, Squared())
+
+
+def measured(model: nn.Module) -> int:
+    """The peak of the third step of three."""
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        with gact_fx.measure_peak(model) as peak:
+            model(x).backward()
+    assert peak.nbytes is not None
+    return peak.nbytes
+
+
+@pytest.mark.parametrize("activations", [5.5, 6])
+def test_the_peak_keeps_to_the_budget_and_uses_it(activations: float, caplog: pytest.LogCaptureFixture) -> None:
+    budget = int(activations * NBYTES)
+    model = gact_fx.compile(deep(), inner="eager", budget_bytes=budget)
+    peak = measured(model)
+    report = gact_fx.inspect(model)
+    assert report.peak_activations is not None and report.gradients is not None
+    assert 0.9 * budget < report.peak_activations <= 1.01 * budget
+    assert 0.9 * budget < peak <= 1.01 * budget + report.gradients
+    # As much as the budget would let it hold, if that were all.
+    assert report.bytes_after < 0.75 * budget
+    assert "cannot be kept" not in caplog.text
+
+
+def test_a_share_is_of_the_peak_of_torch_compile() -> None:
+    plain = measured(gact_fx.compile(deep(), inner="eager", budget_bits=None))
+    model = gact_fx.compile(deep(), inner="eager", budget_bytes="50%")
+    measured(model)
+    report = gact_fx.inspect(model)
+    assert report.peak_activations is not None
+    # The gradients are in what is measured.
+    assert 0.4 * plain < report.peak_activations <= 0.51 * plain
+
+
+def test_what_no_width_would_keep_is_a_warning_with_the_largest_operator(caplog: pytest.LogCaptureFixture) -> None:
+    budget = 3 * NBYTES
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        model = gact_fx.compile(deep(), inner="eager", budget_bytes=budget)
+        measured(model)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert f"budget_bytes={budget} cannot be kept at the peak of a step" in text
+    assert f"{NBYTES} of aten.pow.Tensor_Scalar in {2 * DEPTH}" in text and "Use a smaller batch" in text
+    report = gact_fx.inspect(model)
+    assert 0.9 * budget < report.bytes_after <= budget
+
+
+def test_the_least_peak_that_a_warning_names_can_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Mixed(), mixed_batch(32)
+    gact_fx.compile(copy.deepcopy(model), inner="eager", budget_bytes=500_000, sample_batches=[batch])
+    least = int(caplog.text.split("at its least width ")[1].split()[0])
+    caplog.clear()
+    ours = gact_fx.compile(model, inner="eager", budget_bytes=least, sample_batches=[batch])
+    ours(*batch).backward()
+    report = gact_fx.inspect(ours)
+    assert "cannot be kept" not in caplog.text
+    assert report.peak_activations is not None and report.peak_activations <= 1.03 * least
+
+
+def test_ranks_know_what_the_graphs_of_all_have_in_memory() -> None:
+    memory = PairMemory(1, 1, (Buffer(0, 1, 8, "op", ""),))
+    profiles = [{"a": GraphProfile(GraphAnalysis(), memory=memory, plain=memory)}, {"b": GraphProfile(GraphAnalysis())}]
+    found = merged(profiles)
+    assert found["a"].memory == found["a"].plain == memory and not found["b"].memory.buffers
