@@ -124,7 +124,9 @@ class _ByHeads(torch.autograd.Function):
         def differentiate(*parts: Tensor | None) -> tuple[Tensor, ...]:
             inputs, along = parts[: len(ctx.inputs)], parts[len(ctx.inputs) :]
             with torch.enable_grad():
-                begun = [None if x is None else x.detach().requires_grad_(at in wanted) for at, x in enumerate(inputs)]
+                begun: list[Any] = [
+                    None if x is None else x.detach().requires_grad_(at in wanted) for at, x in enumerate(inputs)
+                ]
                 results = ctx.run(*begun)
             used = [(result, slope) for result, slope in zip(results, along, strict=True) if result.requires_grad]
             return torch.autograd.grad(

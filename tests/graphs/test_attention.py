@@ -63,8 +63,9 @@ def test_the_gradient_is_differentiated_whole() -> None:
         x.clone().requires_grad_() for x in (torch.randn_like(output), query, key, value, output, logsumexp, bias)
     ]
 
-    def backward(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return spelled.attention_backward(*x[:6], 0.0, False, attn_mask=x[6])
+    def backward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad, query, key, value, output, logsumexp, bias = given
+        return spelled.attention_backward(grad, query, key, value, output, logsumexp, 0.0, False, attn_mask=bias)
 
     assert torch.autograd.gradcheck(backward, leaves, fast_mode=True)
 

@@ -1,5 +1,7 @@
 """What a step has in memory: pairs of graphs, put one after another."""
 
+from typing import Any
+
 from gact_fx.graphs.step_memory import Buffer, PairMemory, StepMemory
 
 
@@ -8,7 +10,7 @@ def pair(*buffers: Buffer) -> PairMemory:
     return PairMemory(2, 2, buffers)
 
 
-def buffer(start: int, end: int, nbytes: int, **more: bool) -> Buffer:
+def buffer(start: int, end: int, nbytes: int, **more: Any) -> Buffer:
     return Buffer(start, end, nbytes, "op", "module", **more)
 
 
