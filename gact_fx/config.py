@@ -58,12 +58,12 @@ class Config:
     Attributes:
         budget_bits: average number of bits per element over all floating saved activations that may be compressed,
             metadata included, in [1, 16]; ``None`` turns compression off.
-        budget_bytes: instead, bytes of activations that may be live at a time in a step on a batch like the sample: what
-            is held for backward, and what operators make and free again, as predicted. Parameters, gradients and the
-            batch do not count. A whole number, or a text with a unit as ``"500MB"`` (1000 * 1000 bytes) or ``"2GiB"``
-            (1024 ** 3 bytes). ``"60%"`` is a share of this peak under ``torch.compile``: as its partitioner cuts the
-            same graphs, before anything is computed again or stored in codes for gact_fx, with what eager PyTorch saves
-            between the graphs; without the logits that ``split_loss`` does away with.
+        budget_bytes: instead, bytes of activations that may be live at a time in a step on a batch like the sample:
+            what is held for backward, and what operators make and free again, as predicted. Parameters, gradients and
+            the batch do not count. A whole number, or a text with a unit as ``"500MB"`` (1000 * 1000 bytes) or
+            ``"2GiB"`` (1024 ** 3 bytes). ``"60%"`` is a share of this peak under ``torch.compile``: as its partitioner
+            cuts the same graphs, before anything is computed again or stored in codes for gact_fx, with what eager
+            PyTorch saves between the graphs; without the logits that ``split_loss`` does away with.
         max_gradient_noise: instead, the variance that compression may add to the gradient, as a share of the variance
             that the minibatch gradient has anyway (0.1: a tenth); the fewest bytes that keep to it.
         adaptive: choose each tensor's width by its sensitivity (GACT, section 4). ``False`` gives every tensor
@@ -80,7 +80,7 @@ class Config:
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as
-            ``budget_bytes`` asks for, or each that needs no other one.
+            ``budget_bytes`` asks for, or each that needs no other one; none where that would raise the peak of a step.
         rounding: ``"auto"`` takes for each tensor the rounding with the smaller error, ``"stochastic"`` or
             ``"dither"``. Subtractive dither has half the error variance on values that spread over their group's range,
             and more on values at the group's minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is
