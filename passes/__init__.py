@@ -7,7 +7,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``find_refusals``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``, ``merge_masks`` and
   ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
-  read what is stored;
+  read what is stored, ``stored_memory`` says what that leads to in memory;
 - ``split_cross_entropy``, with its analysis ``find_heads``, runs before all of them, on the calls of the model's own
   code, which AOTAutograd then differentiates;
 - ``pipeline`` runs the passes, and ``verify_graphs`` checks what they made.

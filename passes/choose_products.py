@@ -16,14 +16,18 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.operators import OpOverload
+from gact_fx.graphs.step_memory import pair_memory
 from gact_fx.options import allowed_nbytes
 from gact_fx.passes.encodings import Quantize
-from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.mark_recomputation import is_cheap
 from gact_fx.passes.pipeline import Context
+from gact_fx.passes.stored_memory import stored_memory
+from gact_fx.plan import TensorPlan
 
 # Width at which the bytes of a cut are compared with the budget.
 USUAL_BITS = 4
@@ -43,14 +47,14 @@ class _Candidate:
 def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     """Names of the nodes to compute again, given the cut with cheap recomputation alone.
 
-    With ``budget_bytes`` these free what the usual width would take beyond it; without, what can be freed.
+    With ``budget_bytes`` these free what the peak at the usual width is beyond it; without, what can be freed. None,
+    where that would raise the peak: at all under ``budget_bytes``, or else by more than is freed.
     """
     assert context.try_cut is not None
-    pair, analysis = context.try_cut(joint)
-    budget = context.config.budget_bytes
-    spare_nbytes = None
-    if budget is not None:
-        spare_nbytes = usual_nbytes(analysis) - allowed_nbytes(budget, context.plain.activations)
+    pair, analysis = context.try_cut(joint, frozenset())
+    budget, is_fused = context.config.budget_bytes, context.config.inner == "inductor"
+    peak = usual_peak(pair, analysis, fused=is_fused)
+    spare_nbytes = None if budget is None else peak - allowed_nbytes(budget, context.plain.activations)
     chosen: set[str] = set()
     dropped: set[str] = set()
     needed: set[str] = set()
@@ -64,7 +68,12 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
         dropped.add(candidate.name)
         needed |= candidate.needs
         freed += candidate.nbytes
-    return frozenset(chosen)
+    if not chosen:
+        return frozenset()
+    # Backward may need more while it computes them again than is held less.
+    most = peak if budget is not None else peak + freed
+    then = usual_peak(*context.try_cut(joint, frozenset(chosen)), fused=is_fused)
+    return frozenset(chosen) if then <= most else frozenset()
 
 
 def _in_order(candidates: Sequence[_Candidate]) -> list[_Candidate]:
@@ -74,9 +83,10 @@ def _in_order(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return sorted(candidates, key=lambda c: (kept[c.name] > c.nbytes, c.flops / c.nbytes, c.name))
 
 
-def usual_nbytes(analysis: GraphAnalysis) -> float:
-    """Bytes that a graph holds with every code of the usual width."""
-    return fixed_nbytes(analysis) + sum(tensor.numel for tensor, _ in analysis.quantized()) * USUAL_BITS / 8
+def usual_peak(pair: GraphPair, analysis: GraphAnalysis, *, fused: bool) -> int:
+    """The most bytes of activations that are live at a time with every code of the usual width."""
+    entries = {tensor.key: TensorPlan(tensor.key, Code(USUAL_BITS)) for tensor, _ in analysis.quantized()}
+    return stored_memory(pair_memory(pair, fused=fused), analysis, entries).activations
 
 
 def _candidates(pair: GraphPair, analysis: GraphAnalysis) -> list[_Candidate]:

@@ -44,8 +44,8 @@ class Context:
     find_plan: Callable[[GraphAnalysis], GraphPlan] | None = None
     is_profiling: bool = False
     keeps_text: bool = False
-    # Cuts a copy of the joint graph for the sake of what would be saved.
-    try_cut: Callable[[JointGraph], tuple[GraphPair, GraphAnalysis]] | None = None
+    # Cuts a copy of the joint graph for the sake of what would be saved if backward computed these products again.
+    try_cut: Callable[[JointGraph, frozenset[str]], tuple[GraphPair, GraphAnalysis]] | None = None
 
     joint: JointGraph | None = None
     pair: GraphPair | None = None
@@ -92,7 +92,7 @@ def run_passes(passes: Sequence[Pass], context: Context) -> Context:
         GraphVerificationError: a pass broke a graph.
     """
     if context.try_cut is None:
-        context = replace(context, try_cut=lambda joint: _try_cut(passes, joint, context))
+        context = replace(context, try_cut=lambda joint, products: _try_cut(passes, joint, products, context))
     for each in passes:
         if each.when(context):
             context = _run(each, context)
@@ -122,11 +122,13 @@ def _run(each: Pass, context: Context) -> Context:
     return replace(context, stages=(*context.stages, stage), **found)
 
 
-def _try_cut(passes: Sequence[Pass], joint: JointGraph, context: Context) -> tuple[GraphPair, GraphAnalysis]:
+def _try_cut(
+    passes: Sequence[Pass], joint: JointGraph, products: frozenset[str], context: Context
+) -> tuple[GraphPair, GraphAnalysis]:
     """The pair that a copy of ``joint`` is cut into by the passes behind the one that asks, and what it saves."""
     names = [each.name for each in passes]
     steps = passes[names.index("choose_products") + 1 : names.index("decide_eligibility") + 1]
-    found = run_passes(steps, replace(context, joint=joint.copy(), keeps_text=False))
+    found = run_passes(steps, replace(context, joint=joint.copy(), products=products, keeps_text=False))
     assert found.pair is not None
     return found.pair, found.analysis
 

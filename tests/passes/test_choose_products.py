@@ -1,6 +1,5 @@
 import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ from torch import nn
 import gact_fx
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
-from gact_fx.passes.choose_products import choose_products, usual_nbytes
+from gact_fx.passes.choose_products import choose_products, usual_peak
+from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context
 
 
@@ -28,7 +28,7 @@ class Deep(nn.Module):
 def chosen_of(trace: Trace, budget_bytes: int | None = None) -> tuple[GraphPair, frozenset[str]]:
     pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
     graph = JointGraph(pair.forward, (), lambda index: False, 0)
-    context = Context(Config(budget_bytes=budget_bytes), try_cut=lambda joint: (pair, analyze(pair)))
+    context = Context(Config(budget_bytes=budget_bytes), try_cut=lambda joint, products: (pair, analyze(pair)))
     return pair, choose_products(graph, context)
 
 
@@ -42,9 +42,25 @@ def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
 
 def test_no_more_than_the_budget_asks_for(trace: Trace) -> None:
     pair, _ = chosen_of(trace)
-    usual = math.ceil(usual_nbytes(analyze(pair)))
+    usual = usual_peak(pair, analyze(pair), fused=True)
     assert chosen_of(trace, usual)[1] == frozenset()
     assert len(chosen_of(trace, usual - 1)[1]) == 1
+
+
+def test_no_product_where_that_raises_the_peak(trace: Trace) -> None:
+    pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
+    wider = trace(Deep(), torch.randn(192, 64), recompute="auto", inner="inductor")
+    graph = JointGraph(pair.forward, (), lambda index: False, 0)
+
+    def chosen(budget_bytes: int | None, then: GraphPair) -> frozenset[str]:
+        def cut(joint: JointGraph, products: frozenset[str]) -> tuple[GraphPair, GraphAnalysis]:
+            found = then if products else pair
+            return found, analyze(found)
+
+        return choose_products(graph, Context(Config(budget_bytes=budget_bytes), try_cut=cut))
+
+    assert chosen(1, pair) and not chosen(1, wider)
+    assert chosen(None, pair) and not chosen(None, wider)
 
 
 @pytest.mark.parametrize("inner", ["inductor", "eager"])
