@@ -8,8 +8,8 @@ def pair(*buffers: Buffer) -> PairMemory:
     return PairMemory(2, 2, buffers)
 
 
-def buffer(start: int, end: int, nbytes: int, **more: bool) -> Buffer:
-    return Buffer(start, end, nbytes, "op", "module", **more)
+def buffer(start: int, end: int, nbytes: int, *, is_gradient: bool = False) -> Buffer:
+    return Buffer(start, end, nbytes, "op", "module", is_gradient=is_gradient)
 
 
 def test_pairs_run_forward_one_after_another_and_backward_in_reverse() -> None:
