@@ -4,7 +4,7 @@ PyTorch's own recurrent layers save all gates of every step for backward; the CP
 of bytes that nobody else can read. Here a layer saves what it reads, and its state before every `SPAN` steps. Backward
 takes these spans from the last to the first, has PyTorch compute each again, and differentiates it.
 
-Private, tried with torch 2.13: ``torch.backends.mkldnn.enabled``, assigned (public is ``torch.backends.mkldnn.flags``,
+Private, tried with torch 2.11 and 2.13: ``torch.backends.mkldnn.enabled``, assigned (public is ``torch.backends.mkldnn.flags``,
 which warns of TensorFloat-32 when it ends).
 """
 

@@ -3,7 +3,7 @@
 Dynamo leaves these modules to eager PyTorch, or (``torch._dynamo.config.allow_rnn``) takes every step apart: an LSTM of
 32 steps then takes minutes to compile, and several times as long to run.
 
-Private, tried with torch 2.13: ``torch.nn.modules.rnn._VF``, where the modules find the operator that computes them
+Private, tried with torch 2.11 and 2.13: ``torch.nn.modules.rnn._VF``, where the modules find the operator that computes them
 (public would be an attribute of the modules).
 """
 
@@ -51,16 +51,17 @@ def _is_installed(module: nn.Module) -> bool:
 
 def _run(mode: str, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """What ``torch.lstm`` and the like, by their name ``mode``, make of these arguments."""
-    if torch.compiler.is_exporting():
+    # Dynamo of torch 2.11 takes every compilation for an export.
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         # To programs that run without gact_fx.
         own: Callable[..., tuple[Tensor, ...]] = getattr(torch, mode)
         return own(x, *rest)
     # The first state, or of packed sequences the sizes of the steps and the first state, precede the weights.
     is_packed = isinstance(rest[2], list | tuple)
     batch_sizes, (state, *options) = (rest[0], rest[1:]) if is_packed else (None, rest)
-    batch_first = False if is_packed else options.pop()
+    batch_first = not is_packed and options[6]
     h, c = state if mode == "lstm" else (state, None)
-    return _layers(mode, x, batch_sizes, h, c, *options, batch_first=batch_first)
+    return _layers(mode, x, batch_sizes, h, c, *options[:6], batch_first=batch_first)
 
 
 def _layers(
