@@ -4,8 +4,8 @@ PyTorch's own recurrent layers save all gates of every step for backward; the CP
 of bytes that nobody else can read. Here a layer saves what it reads, and its state before every `SPAN` steps. Backward
 takes these spans from the last to the first, has PyTorch compute each again, and differentiates it.
 
-Private, tried with torch 2.11 and 2.13: ``torch.backends.mkldnn.enabled``, assigned (public is ``torch.backends.mkldnn.flags``,
-which warns of TensorFloat-32 when it ends).
+Private, tried with torch 2.11 and 2.13: ``torch._C._set_mkldnn_enabled`` and its getter (public is
+``torch.backends.mkldnn.flags``, which also sets TensorFloat-32 and warns of that).
 """
 
 import contextlib
@@ -64,13 +64,13 @@ def differentiable_backward(*arguments: Any) -> tuple[Tensor, ...]:
 @contextlib.contextmanager
 def _without_libraries() -> Iterator[None]:
     """Within, PyTorch computes by its own operators: the layers of the libraries have no second derivative."""
-    mkldnn: Any = torch.backends.mkldnn
-    before, mkldnn.enabled = mkldnn.enabled, False
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         with torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
-        mkldnn.enabled = before
+        torch._C._set_mkldnn_enabled(before)
 
 
 def gradients(

@@ -3,8 +3,8 @@
 Dynamo leaves these modules to eager PyTorch, or (``torch._dynamo.config.allow_rnn``) takes every step apart: an LSTM of
 32 steps then takes minutes to compile, and several times as long to run.
 
-Private, tried with torch 2.11 and 2.13: ``torch.nn.modules.rnn._VF``, where the modules find the operator that computes them
-(public would be an attribute of the modules).
+Private, tried with torch 2.13: ``torch.nn.modules.rnn._VF``, where the modules find the operator that computes
+them (public would be an attribute of the modules).
 """
 
 import functools
@@ -20,12 +20,14 @@ from torch.nn.utils.rnn import PackedSequence  # noqa: F401 (the modules' code r
 from gact_fx.graphs import recurrent_layer  # noqa: F401 (registers its operators)
 
 _FORWARD = "forward"
+# Dynamo of torch 2.11 fails on packed sequences that eager PyTorch does not compute (2.12 was not tried).
+IS_FOLLOWED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
 
 
 def install(modules: Iterable[nn.Module]) -> None:
     """Have the recurrent layers among ``modules`` compute what theirs do by our operator, where their class is none of
-    the user's with a forward pass of its own."""
-    for module in modules:
+    the user's with a forward pass of its own; before torch 2.13 none."""
+    for module in modules if IS_FOLLOWED else ():
         # Pickled, what was installed comes back as the class's own code in the same place.
         own = _FORWARDS.get(getattr(module.forward, "__func__", None))
         if own is not None:
@@ -51,8 +53,7 @@ def _is_installed(module: nn.Module) -> bool:
 
 def _run(mode: str, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """What ``torch.lstm`` and the like, by their name ``mode``, make of these arguments."""
-    # Dynamo of torch 2.11 takes every compilation for an export.
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_exporting():
         # To programs that run without gact_fx.
         own: Callable[..., tuple[Tensor, ...]] = getattr(torch, mode)
         return own(x, *rest)
