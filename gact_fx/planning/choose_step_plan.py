@@ -5,12 +5,12 @@ higher is both. So the budget of what is held is looked for with which the predi
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gact_fx.breaks.eager_bytes import EagerBytes
 from gact_fx.config import Config
-from gact_fx.graphs.step_memory import StepMemory
+from gact_fx.graphs.step_memory import PairMemory, StepMemory
 from gact_fx.options import allowed_nbytes
 from gact_fx.plan import Plan
 from gact_fx.planning.budget import choose_plan
@@ -20,6 +20,8 @@ from gact_fx.planning.planned_memory import plain_memory, planned_memory
 log = logging.getLogger("gact_fx")
 # Halvings of what is between the narrowest codes and the limit.
 TRIES = 7
+# A peak that is so many times the budget is worth a warning.
+SLACK = 1.02
 # Of what makes the peak, so many are named.
 MOST_NAMED = 3
 
@@ -52,8 +54,36 @@ def choose_step_plan(
     def memory_of(plan: Plan) -> StepMemory:
         return planned_memory(profiles, plan, eager.held)
 
-    limit = allowed_nbytes(config.budget_bytes, plain_memory(profiles.values(), eager.plain).activations)
+    limit = _limit(profiles, config.budget_bytes, eager)
     return holding(_held_nbytes(holding, memory_of, limit, warns), warns)
+
+
+def why_above_budget(
+    profiles: Mapping[str, GraphProfile],
+    config: Config,
+    plan: Plan,
+    memories: Sequence[tuple[str, PairMemory]],
+    eager: EagerBytes,
+) -> str:
+    """What to say where a step needs more than ``config.budget_bytes`` by the ``memories`` of its rewritten graphs.
+
+    These have the fingerprints of the graphs. '' where the budget is kept, and where the plan never could keep it.
+    """
+    if config.budget_bytes is None:
+        return ""
+    runs = [profiles[key].runs if key in profiles else 1 for key, _ in memories]
+    found = StepMemory.of([memory for _, memory in memories], runs, eager.held).activations
+    limit = _limit(profiles, config.budget_bytes, eager)
+    if found <= SLACK * limit or planned_memory(profiles, plan, eager.held).activations > limit:
+        return ""
+    return (
+        f"activations peak at {found} bytes in a step, more than budget_bytes={limit}: the graphs that the plan led to "
+        f"need more than was predicted of it; a smaller budget_bytes, such as {limit * limit // found}, helps"
+    )
+
+
+def _limit(profiles: Mapping[str, GraphProfile], budget_bytes: int | str, eager: EagerBytes) -> int:
+    return allowed_nbytes(budget_bytes, plain_memory(profiles.values(), eager.plain).activations)
 
 
 def _held_nbytes(

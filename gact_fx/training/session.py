@@ -16,7 +16,7 @@ from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
 from gact_fx.planning.budget import GraphTensors, is_better
-from gact_fx.planning.choose_step_plan import choose_step_plan
+from gact_fx.planning.choose_step_plan import choose_step_plan, why_above_budget
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.tape import Step
@@ -127,8 +127,15 @@ class Session:
             self._running.clear()
         elif not self._running:
             say(f"{self.title}: training by the plan, in {len(self.graphs)} compiled graphs")
+            self._compare_peak()
         self._running.add(graph.plan.fingerprint)
         self.profile_unforeseen()
+
+    def _compare_peak(self) -> None:
+        if self.plan is not None and not self.plan_was_given:
+            memories = [(each.plan.fingerprint, each.memory) for each in self.graphs]
+            if why := why_above_budget(self.profiles, self.config, self.plan, memories, self.eager_bytes()):
+                log.warning("%s: %s", self.title, why)
 
     def profile_unforeseen(self) -> None:
         """Have the next step profiled if the plan was made without a graph that runs; at most three times."""

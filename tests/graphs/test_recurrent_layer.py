@@ -58,6 +58,7 @@ def run(module: nn.RNNBase, x: Tensor, state: Any, is_packed: bool) -> list[Tens
     return [*results, *torch.autograd.grad(loss, leaves)]
 
 
+@pytest.mark.skipif(not recurrent_modules.IS_FOLLOWED, reason="modules take the operator from torch 2.13 on")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("has_state", [False, True], ids=["from zero", "from a state"])
 @pytest.mark.parametrize("form", FORMS)

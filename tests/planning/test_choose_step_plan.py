@@ -55,6 +55,19 @@ def test_the_peak_keeps_to_the_budget_and_uses_it(activations: float, caplog: py
     assert "cannot be kept" not in caplog.text
 
 
+@pytest.mark.parametrize("slack", [1.02, 0.5])
+def test_graphs_that_need_more_than_was_predicted_are_a_warning(
+    slack: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prediction is right here: only at half of the budget is what these graphs need too much."""
+    monkeypatch.setattr("gact_fx.planning.choose_step_plan.SLACK", slack)
+    model = gact_fx.compile(deep(), inner="eager", budget_bytes=6 * NBYTES)
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        measured(model)
+    assert ("more than budget_bytes=" in caplog.text) == (slack < 1)
+    assert caplog.text.count("activations peak at") == (slack < 1)
+
+
 def test_a_share_is_of_the_peak_of_torch_compile() -> None:
     plain = measured(gact_fx.compile(deep(), inner="eager", budget_bits=None))
     model = gact_fx.compile(deep(), inner="eager", budget_bytes="50%")
