@@ -86,6 +86,8 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.cudnn_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "prims.convert_element_type.default": Tensor.to,
+    # Torch 2.11 has no derivative for it.
+    "prims.fma.default": lambda a, b, c: a * b + c,
     # What an operator that writes in place has become; the values written alone matter.
     "aten.copy.default": lambda to, source, non_blocking=False: source.expand_as(to).to(to.dtype),
     # In a backward graph it is there for the bookkeeping of the first derivative.
