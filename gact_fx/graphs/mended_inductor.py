@@ -3,8 +3,8 @@
 Private, with torch before 2.13: ``CppScheduling._can_fuse_nodes_with_compatible_ranges``, which is replaced where there
 is no ``_align_compatible_range_nodes``.
 
-Private, tried with torch 2.13 alone: ``ir.Layout._stride_expr_ge_or_false`` and ``ir.get_fill_order``, which are
-replaced, with what they read (``V.graph.sizevars``) and ``torch.utils._sympy.functions.Mod``.
+Private, tried with torch 2.11 and 2.13: ``ir.get_fill_order`` and, where it is, ``ir.Layout._stride_expr_ge_or_false``,
+which are replaced, with what they read (``V.graph.sizevars``) and ``torch.utils._sympy.functions.Mod``.
 """
 
 import contextlib
@@ -39,23 +39,20 @@ def _sound_fusion() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sound_strides() -> Iterator[None]:
-    """Let Inductor of torch 2.13 compare strides that are products of sums, such as a strided convolution leaves.
+    """Let Inductor compare strides that are products of sums, such as a strided convolution leaves.
 
-    Whether one divides the other it asks with Python's ``%``, which SymPy writes with reciprocals, and those have no
-    range: ``ValueRangeError: Invalid ranges [0:-1]`` (pytorch/pytorch#188323). Those of saved views it sorts without
-    guards: ``TypeError: cannot determine truth value of Relational``.
+    Whether one divides the other torch 2.13 asks with Python's ``%``, which SymPy writes with reciprocals, and those
+    have no range: ``ValueRangeError: Invalid ranges [0:-1]`` (pytorch/pytorch#188323). Those of saved views every torch
+    sorts without guards: ``TypeError: cannot determine truth value of Relational``.
     """
     from torch._inductor import ir
 
     module: Any = ir
-    if not hasattr(module.Layout, "_stride_expr_ge_or_false"):
-        yield
-        return
-    by_guards = _with_guards(module.get_fill_order)
-    with (
-        _replaced(module.Layout, "_stride_expr_ge_or_false", staticmethod(_is_no_less)),
-        _replaced(module, "get_fill_order", by_guards),
-    ):
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(_replaced(module, "get_fill_order", _with_guards(module.get_fill_order)))
+        if hasattr(module.Layout, "_stride_expr_ge_or_false"):
+            own = staticmethod(_is_no_less)
+            replaced.enter_context(_replaced(module.Layout, "_stride_expr_ge_or_false", own))
         yield
 
 
