@@ -80,7 +80,8 @@ class Config:
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as
-            ``budget_bytes`` asks for, or each that needs no other one; none where that would raise the peak of a step.
+            ``budget_bytes`` asks for, or each that needs no other one. Under
+            ``budget_bytes`` none where that would raise the peak of a step.
         rounding: ``"auto"`` takes for each tensor the rounding with the smaller error, ``"stochastic"`` or
             ``"dither"``. Subtractive dither has half the error variance on values that spread over their group's range,
             and more on values at the group's minimum, as after a ReLU. With ``adaptive=False``, ``"auto"`` is

@@ -47,8 +47,8 @@ class _Candidate:
 def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
     """Names of the nodes to compute again, given the cut with cheap recomputation alone.
 
-    With ``budget_bytes`` these free what the peak at the usual width is beyond it; without, what can be freed. None,
-    where that would raise the peak: at all under ``budget_bytes``, or else by more than is freed.
+    With ``budget_bytes`` these free what the peak at the usual width is beyond it, and are none where that would raise
+    the peak; without, they free what can be freed.
     """
     assert context.try_cut is not None
     pair, analysis = context.try_cut(joint, frozenset())
@@ -68,12 +68,10 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
         dropped.add(candidate.name)
         needed |= candidate.needs
         freed += candidate.nbytes
-    if not chosen:
-        return frozenset()
+    found = frozenset(chosen)
     # Backward may need more while it computes them again than is held less.
-    most = peak if budget is not None else peak + freed
-    then = usual_peak(*context.try_cut(joint, frozenset(chosen)), fused=is_fused)
-    return frozenset(chosen) if then <= most else frozenset()
+    is_worse = budget is not None and usual_peak(*context.try_cut(joint, found), fused=is_fused) > peak
+    return frozenset() if is_worse else found
 
 
 def _in_order(candidates: Sequence[_Candidate]) -> list[_Candidate]:

@@ -47,7 +47,7 @@ def test_no_more_than_the_budget_asks_for(trace: Trace) -> None:
     assert len(chosen_of(trace, usual - 1)[1]) == 1
 
 
-def test_no_product_where_that_raises_the_peak(trace: Trace) -> None:
+def test_under_a_budget_in_bytes_no_product_where_that_raises_the_peak(trace: Trace) -> None:
     pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
     wider = trace(Deep(), torch.randn(192, 64), recompute="auto", inner="inductor")
     graph = JointGraph(pair.forward, (), lambda index: False, 0)
@@ -60,7 +60,7 @@ def test_no_product_where_that_raises_the_peak(trace: Trace) -> None:
         return choose_products(graph, Context(Config(budget_bytes=budget_bytes), try_cut=cut))
 
     assert chosen(1, pair) and not chosen(1, wider)
-    assert chosen(None, pair) and not chosen(None, wider)
+    assert chosen(None, pair) and chosen(None, wider)
 
 
 @pytest.mark.parametrize("inner", ["inductor", "eager"])
