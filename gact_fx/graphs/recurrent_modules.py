@@ -21,7 +21,7 @@ from gact_fx.graphs import recurrent_layer  # noqa: F401 (registers its operator
 
 _FORWARD = "forward"
 # Dynamo of torch 2.11 fails on packed sequences that eager PyTorch does not compute (2.12 was not tried).
-IS_FOLLOWED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+IS_FOLLOWED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def install(modules: Iterable[nn.Module]) -> None:
