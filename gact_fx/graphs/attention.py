@@ -1,20 +1,22 @@
 """Fused attention and its backward pass, spelled out so that autograd can differentiate them.
 
 The scores of every head are far more than what they are made of, which is why attention is fused. Large ones are
-therefore made a few heads at a time, and again when autograd goes through them.
+therefore made a few heads or queries at a time, and again when autograd goes through them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Scores that are made together, of one head at least.
-_MOST_NBYTES = 2**23
-ByHead = Callable[..., tuple[Tensor, ...]]
+# Scores that are made together, of one query at least.
+_MOST_NBYTES = 2**21
+# The first query's position, and inputs -> results.
+Run = Callable[..., tuple[Tensor, ...]]
 
 
 def attention(
@@ -23,7 +25,8 @@ def attention(
     """Fused attention's output and logsumexp, without dropout (which the CPU's kernel does not have)."""
     key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
     mask, scale = _mask(query, key, options), _scale(query, options)
-    return _by_heads(partial(_attention, scale, is_causal), [query, key, value, mask], key.shape[-2])
+    pieces = _Pieces.of(query, key, inputs=(True, False, False, True), results=(True, True))
+    return _in_pieces(partial(_attention, scale, is_causal), pieces, query, key, value, mask)
 
 
 def attention_backward(
@@ -41,15 +44,16 @@ def attention_backward(
     groups = key.shape[1], value.shape[1]
     key, value = (_for_every_head(x, query.shape[1]) for x in (key, value))
     mask, scale = _mask(query, key, options), _scale(query, options)
-    inputs = [query, key, value, mask, grad, output, logsumexp]
-    of_query, of_key, of_value = _by_heads(partial(_backward, scale, is_causal), inputs, key.shape[-2])
+    pieces = _Pieces.of(query, key, inputs=(True, False, False, *[True] * 4), results=(True, False, False))
+    run = partial(_backward, scale, is_causal)
+    of_query, of_key, of_value = _in_pieces(run, pieces, query, key, value, mask, grad, output, logsumexp)
     return of_query, of_key.unflatten(1, (groups[0], -1)).sum(2), of_value.unflatten(1, (groups[1], -1)).sum(2)
 
 
 def _attention(
-    scale: float, is_causal: bool, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    scale: float, is_causal: bool, first: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, mask, is_causal, scale)
+    scores = _scores(query, key, mask, first if is_causal else None, scale)
     logsumexp = scores.logsumexp(-1)
     return (scores - logsumexp.unsqueeze(-1)).exp() @ value, logsumexp
 
@@ -57,6 +61,7 @@ def _attention(
 def _backward(
     scale: float,
     is_causal: bool,
+    first: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,17 +70,18 @@ def _backward(
     output: Tensor,
     logsumexp: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(query, key, mask, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    weights = (_scores(query, key, mask, first if is_causal else None, scale) - logsumexp.unsqueeze(-1)).exp()
     slope = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scale
     return slope @ key, slope.mT @ query, weights.mT @ grad
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, first: int | None, scale: float) -> Tensor:
+    """``first``: the position of the first query, whose future has no say; None where all keys have."""
     scores = query @ key.mT * scale
     if mask is not None:
         scores = scores + mask
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    if first is not None:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
         scores = scores.masked_fill(future, -math.inf)
     return scores
 
@@ -95,59 +101,94 @@ def _scale(query: Tensor, options: dict[str, Any]) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
 
 
-def _by_heads(run: ByHead, inputs: Sequence[Tensor | None], keys: int) -> tuple[Tensor, ...]:
-    """``run`` on all heads of all rows (dimensions 0 and 1 of the ``inputs``), or on as many as may be at a time."""
-    query = inputs[0]
-    assert query is not None
-    rows, heads, queries, _ = query.shape
-    together = max(_MOST_NBYTES // max(query.element_size() * queries * keys, 1), 1)
-    if together >= rows * heads:
-        return run(*inputs)
-    sizes = max(together // heads, 1), min(together, heads)
-    found: tuple[Tensor, ...] = _ByHeads.apply(run, sizes, *inputs)  # type: ignore[no-untyped-call]
+@dataclass(frozen=True)
+class _Pieces:
+    """How many rows, heads and queries (dimensions 0 to 2) are computed at a time.
+
+    ``inputs`` and ``results`` say which have queries; the others have keys, and gradients of these add up.
+    """
+
+    rows: int
+    heads: int
+    queries: int
+    is_one: bool
+    inputs: tuple[bool, ...]
+    results: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, inputs: tuple[bool, ...], results: tuple[bool, ...]) -> "_Pieces":
+        rows, heads, queries, _ = query.shape
+        most = max(_MOST_NBYTES // max(query.element_size() * key.shape[-2], 1), 1)
+        of_head, of_row = most // max(queries, 1), most // max(queries * heads, 1)
+        return cls(max(of_row, 1), max(of_head, 1), most, of_row >= rows, inputs, results)
+
+    def each(self, run: Run, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """``run`` on piece after piece; its results as of all at once."""
+        rows = []
+        for row in _split(inputs, self.rows, 0):
+            heads = [self._each_query(run, head) for head in _split(row, self.heads, 1)]
+            rows.append([torch.cat(parts, 1) for parts in zip(*heads, strict=True)])
+        return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+    def _each_query(self, run: Run, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        found: list[list[Tensor]] = [[] for _ in self.results]
+        first = 0
+        for part in _split(inputs, self.queries, 2, self.inputs):
+            for parts, has_queries, result in zip(found, self.results, run(first, *part), strict=True):
+                if has_queries or not parts:
+                    parts.append(result)
+                else:
+                    parts[0] = parts[0] + result
+            first += self.queries
+        return [torch.cat(parts, 2) for parts in found]
+
+
+def _in_pieces(run: Run, pieces: _Pieces, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    if pieces.is_one:
+        return run(0, *inputs)
+    found: tuple[Tensor, ...] = _InPieces.apply(run, pieces, *inputs)  # type: ignore[no-untyped-call]
     return found
 
 
-class _ByHeads(torch.autograd.Function):
-    """So many rows and heads at a time, of which nothing is kept for autograd but what they are made of."""
+class _InPieces(torch.autograd.Function):
+    """Piece after piece, of which nothing is kept for autograd but what they are made of."""
 
     @staticmethod
-    def forward(ctx: Any, run: ByHead, sizes: tuple[int, int], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Run, pieces: _Pieces, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         # Not by save_for_backward, whose hooks would round them: the scores are exponentiated.
-        ctx.run, ctx.sizes, ctx.inputs = run, sizes, [None if x is None else x.detach() for x in inputs]
-        return tuple(_each(run, sizes, inputs))
+        ctx.run, ctx.pieces, ctx.inputs = run, pieces, [None if x is None else x.detach() for x in inputs]
+        return tuple(pieces.each(run, inputs))
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [at for at, needs in enumerate(ctx.needs_input_grad[2:]) if needs]
+        pieces: _Pieces = ctx.pieces
 
-        def differentiate(*parts: Tensor | None) -> tuple[Tensor, ...]:
+        def differentiate(first: int, *parts: Tensor | None) -> tuple[Tensor, ...]:
             inputs, along = parts[: len(ctx.inputs)], parts[len(ctx.inputs) :]
             with torch.enable_grad():
                 begun: list[Any] = [
                     None if x is None else x.detach().requires_grad_(at in wanted) for at, x in enumerate(inputs)
                 ]
-                results = ctx.run(*begun)
+                results = ctx.run(first, *begun)
             used = [(result, slope) for result, slope in zip(results, along, strict=True) if result.requires_grad]
             return torch.autograd.grad(
                 [result for result, _ in used], [begun[at] for at in wanted], [slope for _, slope in used],
                 allow_unused=True, materialize_grads=True,
             )  # fmt: skip
 
-        found = dict(zip(wanted, _each(differentiate, ctx.sizes, [*ctx.inputs, *slopes]), strict=True))
+        of_wanted = tuple(pieces.inputs[at] for at in wanted)
+        backward = replace(pieces, inputs=pieces.inputs + pieces.results, results=of_wanted)
+        found = dict(zip(wanted, backward.each(differentiate, [*ctx.inputs, *slopes]), strict=True))
         return None, None, *(found.get(at) for at in range(len(ctx.inputs)))
 
 
-def _each(run: ByHead, sizes: tuple[int, int], inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """``run`` on so many rows and heads of the ``inputs`` at a time; its results as of all at once."""
-    rows = []
-    for row in _split(inputs, sizes[0], 0):
-        heads = [run(*part) for part in _split(row, sizes[1], 1)]
-        rows.append([torch.cat(parts, 1) for parts in zip(*heads, strict=True)])
-    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
-
-
-def _split(inputs: Sequence[Tensor | None], size: int, dim: int) -> Iterator[tuple[Tensor | None, ...]]:
-    count = next(x.shape[dim] for x in inputs if x is not None)
+def _split(
+    inputs: Sequence[Tensor | None], size: int, dim: int, is_split: Sequence[bool] = ()
+) -> Iterator[tuple[Tensor | None, ...]]:
+    """Pieces of the ``inputs`` that are to be split, which is the default, beside the whole others."""
+    pairs = list(zip(inputs, is_split or [True] * len(inputs), strict=True))
+    count = next(x.shape[dim] for x, splits in pairs if x is not None and splits)
     for start in range(0, count, size):
-        yield tuple(None if x is None else x.narrow(dim, start, min(size, count - start)) for x in inputs)
+        length = min(size, count - start)
+        yield tuple(x.narrow(dim, start, length) if x is not None and splits else x for x, splits in pairs)

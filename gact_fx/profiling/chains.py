@@ -8,39 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.graphs.edit import ancestors, numel
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.graphs.linearity import is_pointwise
-from gact_fx.graphs.operator_table import RESHAPES
-from gact_fx.graphs.operators import packet_of
-from gact_fx.graphs.sizes import hint
+from gact_fx.profiling.elements import Elements, between, is_move, keeps_order
 
 Values = dict[fx.Node, torch.Tensor]
-
-
-def between(start: fx.Node, nodes: Collection[fx.Node], ends: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of ``nodes`` by which ``ends`` follow from ``start``, in order."""
-    needed = ancestors(ends, lambda node: node is start or node not in nodes)
-    return [node for node in sorted(needed) if node in nodes and node is not start]
-
-
-def is_elementwise(start: fx.Node, nodes: Collection[fx.Node], ends: Sequence[fx.Node]) -> bool:
-    """Whether every element of an end follows from the one element of the start that lies at its place."""
-    size, chain = numel(start), between(start, nodes, ends)
-    inside = {start, *chain}
-    return all(
-        numel(node) == size
-        and (_keeps_order(node) or is_pointwise(node))
-        and all(numel(i) == size for i in node.all_input_nodes if i in inside)
-        for node in chain
-    )
-
-
-def _keeps_order(node: fx.Node) -> bool:
-    """Whether a node has the elements of its input in the same order."""
-    # Sizes that vary are expanded to what they are.
-    is_expansion = packet_of(node) is torch.ops.aten.expand and numel(node) == numel(node.all_input_nodes[0])
-    return packet_of(node) in RESHAPES or is_expansion
 
 
 class Chain:
@@ -78,29 +49,46 @@ class Chain:
         return {node: env[node] for node in self.ends}
 
     def evaluate_at(
-        self, x: torch.Tensor, positions: torch.Tensor, given: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})
+        self,
+        x: torch.Tensor,
+        elements: Mapping[fx.Node, Elements],
+        given: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
     ) -> Values:
-        """The elements of the ends at flat ``positions``, from those of the start; only of an elementwise chain."""
+        """Those ``elements`` of the ends that follow from elements ``x`` of the start; only of an elementwise chain."""
         env: dict[fx.Node, Any] = {self.start: x, **given}
         for node in self._nodes:
-            if node in given:
+            # Results of a split are looked up one by one.
+            if node in given or node not in elements:
                 continue
-            if _keeps_order(node):
+            if keeps_order(node):
                 env[node] = env[node.all_input_nodes[0]]
                 continue
-            shape = tuple(map(hint, node.meta["val"].shape))
-            outside = {i: _picked(self._outside[i], shape, positions) for i in node.all_input_nodes if i not in env}
+            if is_move(node):
+                env[node] = self._moved(node, env, elements)
+                continue
+            at = elements[node]
+            outside = {i: _picked(self._outside[i], at) for i in node.all_input_nodes if i not in env}
             args, kwargs = fx.map_arg((node.args, node.kwargs), {**env, **outside}.__getitem__)
             env[node] = self.interpreter.call_function(node.target, args, kwargs)
         return {node: env[node] for node in self.ends}
 
+    def _moved(self, node: fx.Node, env: Mapping[fx.Node, Any], elements: Mapping[fx.Node, Elements]) -> torch.Tensor:
+        source = node
+        # A part of a split tensor has its elements from that tensor.
+        while source not in env:
+            source = next(i for i in source.all_input_nodes if i in env or i in self._nodes)
+        taken = elements[node].taken
+        assert taken is not None
+        found: torch.Tensor = env[source][taken]
+        return found
 
-def _picked(value: Any, shape: tuple[int, ...], positions: torch.Tensor) -> Any:
-    """Of ``value``, broadcast to ``shape``, the elements at flat ``positions``."""
+
+def _picked(value: Any, at: Elements) -> Any:
+    """Of ``value``, broadcast to a shape, the elements ``at`` flat positions."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1:
         return value.reshape(())
-    if math.prod(shape) == value.numel():
-        return value.reshape(-1)[positions]
-    return torch.broadcast_to(value, shape)[torch.unravel_index(positions, shape)]
+    if math.prod(at.shape) == value.numel():
+        return value.reshape(-1)[at.positions]
+    return torch.broadcast_to(value, at.shape)[torch.unravel_index(at.positions, at.shape)]

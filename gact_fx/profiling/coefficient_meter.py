@@ -16,9 +16,11 @@ from gact_fx.config import GROUP_SIZES
 from gact_fx.graphs.edit import is_float, numel
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.replay import Replay
+from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_bends import dependents_within, moves
 from gact_fx.passes.find_masks import derivable_nodes
-from gact_fx.profiling.chains import Chain, Values, is_elementwise
+from gact_fx.profiling.chains import Chain, Values
+from gact_fx.profiling.elements import Elements, between, follow, is_elementwise, moves_read
 from gact_fx.profiling.measure_chain import (
     MEASURED,
     MEASURED_OF_CODES,
@@ -122,19 +124,14 @@ class CoefficientMeter:
             if moves(node) and node.users and self.before_tangents.isdisjoint(node.users):
                 self.before_tangents.discard(node)
         self.of = {reading: self._ends(found["values"]) for reading, found in self._followers.items()}
-        samples = {size: sample(size) for size in set(map(numel, self.of))}
-        self._positions = {
-            reading: samples[numel(reading)]
-            if all(is_elementwise(reading, nodes, self.of[reading]) for nodes in followers.values())
-            else None
-            for reading, followers in self._followers.items()
-        }
+        # By what is stored, where a sample of its elements lies in what follows; None where all are looked at.
+        self._elements = {reading: self._sample(reading) for reading in self.of}
+        self._kept = {end: self._positions(end) for ends in self.of.values() for end in ends}
 
     def kept(self, end: fx.Node, slope: torch.Tensor) -> torch.Tensor:
         """What is needed of the derivative with respect to a coefficient."""
-        found = [self._positions[reading] for reading, ends in self.of.items() if end in ends]
-        positions = found[0] if slope.numel() == numel(end) else None
-        if positions is None or any(other is None or len(other) != len(positions) for other in found):
+        positions = self._kept[end]
+        if positions is None or slope.numel() != numel(end):
             return slope
         return slope.reshape(-1)[positions.to(slope.device)]
 
@@ -149,20 +146,51 @@ class CoefficientMeter:
         followers = self._followers[reading]
         chains = {stored: self._chain(reading, nodes, list(slopes)) for stored, nodes in followers.items()}
         # Of another batch size than the traced one, shapes in the graph do not say where elements lie.
-        positions = self._positions[reading] if values.numel() == numel(reading) else None
-        if positions is not None:
-            positions = positions.to(values.device)
-            slopes = {node: [_picked(s, positions) for s in found] for node, found in slopes.items()}
+        elements = self._elements[reading] if values.numel() == numel(reading) else None
+        if elements is not None:
+            slopes = {node: [self._picked(node, s, elements[node]) for s in found] for node, found in slopes.items()}
         bits = code_bits(reading)
         widths = MEASURED if bits is None or bits > WIDTHS[-1] else MEASURED_OF_CODES
         added = {
-            stored: measure_sample(chain, values, slopes, own, positions, widths, is_tame=self._how[reading].is_tame)
-            if positions is not None
+            stored: measure_sample(chain, values, slopes, own, elements, widths, is_tame=self._how[reading].is_tame)
+            if elements is not None
             else measure_whole(chain, followers[stored], values, slopes, own, widths)
             for stored, chain in chains.items()
         }
-        share = 1.0 if positions is None else len(positions) / max(values.numel(), 1)
-        return Bent(added, self._meter(reading, values, slopes, positions), share)
+        share = 1.0 if elements is None else len(elements[reading].positions) / max(values.numel(), 1)
+        return Bent(added, self._meter(reading, values, slopes, elements), share)
+
+    def _sample(self, reading: fx.Node) -> dict[fx.Node, Elements] | None:
+        ends = self.of[reading]
+        positions = sample(numel(reading))
+        if positions is None or not all(is_elementwise(reading, n, ends) for n in self._followers[reading].values()):
+            return None
+        nodes = set().union(*self._followers[reading].values())
+        if not is_elementwise(reading, nodes, ends):
+            return None
+        chain = between(reading, nodes, ends)
+        read = self._replay.evaluate({node.name for node in moves_read(chain, reading)})
+        outside = {node: read[node.name] for node in moves_read(chain, reading)}
+        shape = torch.Size(map(hint, reading.meta["val"].shape))
+        # The device of what is traced may be another one.
+        stored = self._replay.inputs[reading.name if reading.op == "placeholder" else reading.all_input_nodes[0].name]
+        return follow(reading, chain, shape, positions.to(stored.device), outside, self._interpreter.call_function)
+
+    def _positions(self, end: fx.Node) -> torch.Tensor | None:
+        """Those at which the derivative with respect to ``end`` is needed, in order; None for everywhere."""
+        found = [self._elements[reading] for reading, ends in self.of.items() if end in ends]
+        positions = [elements[end].positions for elements in found if elements is not None]
+        if len(positions) < len(found) or sum(map(len, positions)) > numel(end) // 2:
+            return None
+        ordered: torch.Tensor = torch.cat(positions).unique()
+        return ordered
+
+    def _picked(self, end: fx.Node, slope: torch.Tensor, at: Elements) -> torch.Tensor:
+        """Of what was kept of the derivative with respect to ``end``, that of some elements."""
+        positions = self._kept[end]
+        if positions is None or slope.numel() == numel(end):
+            return slope.reshape(-1)[at.positions]
+        return slope[torch.searchsorted(positions, at.positions)]
 
     def _ends(self, nodes: set[fx.Node]) -> list[fx.Node]:
         inside = self.before_tangents
@@ -177,7 +205,7 @@ class CoefficientMeter:
         return Chain(start, nodes, ends, given, by or self._interpreter)
 
     def _meter(
-        self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, positions: torch.Tensor | None
+        self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, elements: Mapping[fx.Node, Elements] | None
     ) -> Sensitivity | None:
         """What codes of the coefficients themselves would add."""
         how = self._how[reading]
@@ -191,9 +219,9 @@ class CoefficientMeter:
 
         def evaluate(ends: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> Values:
             chain = self._chain(reading, followers, ends, self._differentiable)
-            if positions is None:
+            if elements is None:
                 return chain.evaluate(values, given)
-            return chain.evaluate_at(values.reshape(-1)[positions], positions, given)
+            return chain.evaluate_at(values.reshape(-1)[elements[reading].positions], elements, given)
 
         exact = evaluate(parts, {})
         meter = RoundingMeter(torch.cat([exact[node].reshape(-1) for node in parts]))
@@ -210,7 +238,3 @@ class CoefficientMeter:
             )  # fmt: skip
             meter.add(torch.cat([slope.reshape(-1) for slope in of]))
         return meter.result(GROUP_SIZES)
-
-
-def _picked(slope: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return slope if slope.dim() == 1 and len(slope) == len(positions) else slope.reshape(-1)[positions]

@@ -8,7 +8,7 @@ tensors a sample of groups is evaluated, and compared with what first order says
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 from operator import getitem
@@ -23,6 +23,7 @@ from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.profiling.chains import Chain
+from gact_fx.profiling.elements import Elements
 from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw, farthest
 
 # Widths at which chains are evaluated, where values are exact and where they are read from 8 bits, between which they
@@ -76,31 +77,33 @@ def measure_sample(
     values: torch.Tensor,
     slopes: SlopesOf,
     own: Sequence[torch.Tensor],
-    positions: torch.Tensor,
+    elements: Mapping[fx.Node, Elements],
     widths: Sequence[int] = MEASURED,
     *,
     is_tame: bool = False,
 ) -> dict[Code, Added]:
-    """What codes do to the elements at ``positions``, whose ``slopes`` these are, and whether all of it is finite.
+    """What codes do to chosen ``elements``, whose ``slopes`` these are, and whether all of it is finite.
 
     ``is_tame``: it is known to be.
     """
     if not chain.ends:
         nothing = dict.fromkeys(widths, Added(0.0, 0.0, 0.0, 0.0))
         return {code: added for rounding in ROUNDINGS for code, added in all_widths(nothing, rounding).items()}
+    positions = elements[chain.start].positions
     x = values.reshape(-1)[positions]
-    weights = _Weights([slopes[node] for node in chain.ends])
+    origins = [elements[node].origins for node in chain.ends]
+    weights = _Weights([slopes[node] for node in chain.ends], origins, len(x))
     own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
-    exact = chain.evaluate_at(x, positions)
+    exact = chain.evaluate_at(x, elements)
 
     def measure(rounding: str, finite: set[int], bits: int) -> Added:
         # What fewer bits can make of an element reaches further.
         is_finite = is_tame or any(fewer < bits for fewer in finite)
-        if not (is_finite or _is_finite(chain, values, rounding, bits)):
+        if not (is_finite or _is_finite(chain, values, elements, rounding, bits)):
             return NOT_FINITE
         finite.add(bits)
         low, high, chances = ROUNDINGS[rounding](x, bits)
-        moved = [_moved(chain.evaluate_at(side, positions), exact) for side in (low, high)]
+        moved = [_moved(chain.evaluate_at(side, elements), exact) for side in (low, high)]
         first = _first_order(own_weights, x, (low, high), chances)
         return _added([(weights, [[m[node] for node in chain.ends] for m in moved], chances)], first, COHERENT)
 
@@ -130,16 +133,22 @@ def _falls_at_once(few: Added, more: Added) -> bool:
     return few.total * more.first > AT_ONCE * more.total * few.first
 
 
-def _is_finite(chain: Chain, values: torch.Tensor, rounding: str, bits: int) -> bool:
+def _is_finite(
+    chain: Chain, values: torch.Tensor, elements: Mapping[fx.Node, Elements], rounding: str, bits: int
+) -> bool:
     """Whether whatever codes can make of any element leads to finite coefficients."""
-    flat = values.reshape(-1)
-    for part in _parts(flat):
-        positions = torch.arange(*part.indices(len(flat)), device=flat.device)
-        sides = farthest(flat[positions], bits, rounding)
-        ends = (chain.evaluate_at(side, positions) for side in sides)
-        if not all(bool(end.isfinite().all()) for found in ends for end in found.values()):
-            return False
-    return True
+
+    def found() -> Iterator[dict[fx.Node, torch.Tensor]]:
+        flat = values.reshape(-1)
+        if any(at.taken is not None for at in elements.values()):
+            yield from (chain.evaluate(side.reshape(values.shape)) for side in farthest(flat, bits, rounding))
+            return
+        for part in _parts(flat):
+            positions = torch.arange(*part.indices(len(flat)), device=flat.device)
+            some = {node: replace(at, positions=positions) for node, at in elements.items()}
+            yield from (chain.evaluate_at(side, some) for side in farthest(flat[positions], bits, rounding))
+
+    return all(bool(end.isfinite().all()) for ends in found() for end in ends.values())
 
 
 def measure_whole(
@@ -181,18 +190,35 @@ def measure_whole(
 
 
 class _Weights:
-    """How much the gradient minds what happens to coefficients whose elements belong together, by probe."""
+    """How much the gradient minds what happens to coefficients whose elements belong together, by probe.
 
-    def __init__(self, slopes: Sequence[Sequence[torch.Tensor]]) -> None:
+    ``origins``: by coefficient, which of ``count`` elements its own follow from, where these are not the same ones.
+    """
+
+    def __init__(
+        self,
+        slopes: Sequence[Sequence[torch.Tensor]],
+        origins: Sequence[torch.Tensor | None] | None = None,
+        count: int = 0,
+    ) -> None:
         # By probe and coefficient.
         self._slopes = [[slope.detach().reshape(-1) for slope in found] for found in zip(*slopes, strict=False)]
+        self._origins = origins or [None] * len(slopes)
+        self._count = count
 
     def changes(self, moved: Sequence[torch.Tensor], part: slice) -> list[torch.Tensor]:
         """By probe, the change of the gradient by element of a part, where coefficients are so far ``moved``."""
         return [
-            reduce(torch.add, (slope[part].float() * m[part] for slope, m in zip(slopes, moved, strict=True)))
+            reduce(torch.add, (self._change(*each, part) for each in zip(slopes, moved, self._origins, strict=True)))
             for slopes in self._slopes
         ]
+
+    def _change(
+        self, slope: torch.Tensor, moved: torch.Tensor, origins: torch.Tensor | None, part: slice
+    ) -> torch.Tensor:
+        if origins is None:
+            return slope[part].float() * moved[part]
+        return moved.new_zeros(self._count).index_add_(0, origins, slope.float() * moved)[part]
 
 
 def _first_order(
@@ -218,7 +244,7 @@ def _added(parts: Sequence[Part], first: float, coherent: float) -> Added:
     """What codes add; biases whose squared sum is less than ``coherent`` times that of independent ones are such."""
     square, own_bias, sums = 0.0, 0.0, dict[int, float]()
     for weights, sides, chances in parts:
-        for part in _parts(sides[0][0]):
+        for part in _parts(sides[0][0] if chances[0] is None else chances[0].reshape(-1)):
             shares: list[Any] = [0.5 if chance is None else chance.reshape(-1)[part].float() for chance in chances]
             changes = list(zip(*(weights.changes(side, part) for side in sides), strict=True))
             for probe, both in enumerate(changes):

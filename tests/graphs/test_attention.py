@@ -23,9 +23,12 @@ def inputs(groups: int = HEADS, *, mask: str = "none") -> tuple[list[torch.Tenso
     return [draw(HEADS, QUERIES), draw(groups, KEYS), draw(groups, KEYS)], masks[mask]
 
 
-@pytest.fixture(params=[1, 3 * QUERIES * KEYS * 8, 9 * QUERIES * KEYS * 8, 2**30], ids=["one", "3", "9", "all"])
+@pytest.fixture(
+    params=[1, 3 * KEYS * 8, 3 * QUERIES * KEYS * 8, 9 * QUERIES * KEYS * 8, 2**30],
+    ids=["query", "queries", "3", "9", "all"],
+)
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of so many heads at a time: one, three of the four of a row, two rows, all."""
+    """Scores of so much at a time: one query, three, three of the four heads of a row, two rows, all."""
     monkeypatch.setattr(spelled, "_MOST_NBYTES", request.param)
 
 
