@@ -76,7 +76,7 @@ def trace() -> Trace:
             return pair.forward, pair.backward
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-            return compile_pair(module, example_inputs, cut, inner=inner, cache_key="test")
+            return compile_pair(module, example_inputs, cut, inner=inner)
 
         torch.compile(wrapped(model), backend=backend)(*inputs)
         return found[-1]

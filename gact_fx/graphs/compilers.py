@@ -47,16 +47,14 @@ def compile_pair(
     partition: Partition,
     *,
     inner: str,
-    cache_key: str,
     patches: Mapping[str, Any] | None = None,
     interpret: Interpret | None = None,
 ) -> Compiled:
     """Compile what Dynamo traced, with ``partition`` in place of PyTorch's partitioner.
 
     ``partition(joint, joint_inputs, **aot_options)`` returns the two graphs. ``inner`` is ``"inductor"`` or
-    ``"eager"``; with ``interpret`` both graphs are traced for that compiler but run through ``interpret``.
-    ``cache_key`` identifies everything that ``partition`` depends on, ``patches`` are changes to Inductor's
-    configuration.
+    ``"eager"``; with ``interpret`` both graphs are traced for that compiler but run through ``interpret``. ``patches``
+    are changes to Inductor's configuration. Equal graphs share what Inductor compiled, wherever they come from.
     """
     import torch._functorch.config as functorch_config
 
@@ -64,8 +62,7 @@ def compile_pair(
     with functorch_config.patch(enable_autograd_cache=False):
         if inner == "eager":
             return _compile_eager(module, example_inputs, partition, interpret)
-        changes = {**(patches or {}), "custom_partitioner_fn": _partitioner(partition, cache_key)}
-        return _compile_inductor(module, example_inputs, changes, interpret)
+        return _compile_inductor(module, example_inputs, partition, patches or {}, interpret)
 
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
@@ -168,12 +165,19 @@ def _zeros_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **options:
 
 
 def _compile_inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], changes: Mapping[str, Any], interpret: Interpret | None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Partition,
+    patches: Mapping[str, Any],
+    interpret: Interpret | None,
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    partitioner = _partitioner(partition)
+
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
+            partitioner.laid_out = str(graph.graph.output_node().meta.get("user_visible_output_idxs"))
             with mended_inductor():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
@@ -186,7 +190,8 @@ def _compile_inductor(
     on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
     if interpret is not None and any(on_cpu):
         _find_instructions()
-    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=dict(changes))
+    changes = {**patches, "custom_partitioner_fn": partitioner}
+    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
     return cast(Compiled, compiled)
 
 
@@ -258,21 +263,24 @@ def cpp_compiler() -> str:
         return ""
 
 
-def _partitioner(partition: Partition, cache_key: str) -> Any:
+def _partitioner(partition: Partition) -> Any:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    # Inductor's cache does not tell whether backward overwrites saved tensors.
-    key = f"{cache_key} keeps saved tensors"
-
     class Partitioner(CustomPartitionerFn):  # type: ignore[misc, unused-ignore]
+        """``laid_out``: which results of the graph that is compiled next keep their strides."""
+
+        laid_out = ""
+
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
             return partition(gm, joint_inputs, **options)
 
         def uuid(self) -> str:
-            return key
+            # Inductor finds compiled graphs again by what they compute and by this key. Neither those strides nor
+            # whether backward overwrites saved tensors is in its own.
+            return f"gact_fx keeps saved tensors, and the strides of {self.laid_out}"
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Inductor pickles its configuration for its cache keys.
-            return str, (key,)
+            return str, (self.uuid(),)
 
     return Partitioner()

@@ -78,10 +78,7 @@ class Backend:
             patches = {"reorder_for_peak_memory": False, **patches}
         # Compiled graphs store what they save themselves.
         with paused():
-            run = compile_pair(
-                module, example_inputs, cut,
-                inner=config.inner, cache_key=session.cache_key(), patches=patches, interpret=watch,
-            )  # fmt: skip
+            run = compile_pair(module, example_inputs, cut, inner=config.inner, patches=patches, interpret=watch)
         if session.eager_regions is not None:
             run = session.eager_regions.watch(run)
         return refuse_double_backward(outside_hooks(with_late_products(run, late)))

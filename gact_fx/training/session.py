@@ -1,6 +1,5 @@
 """One compiled model: its configuration, its plan, and the graphs seen so far."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -147,10 +146,6 @@ class Session:
             self.profiles_few_rows = False
             say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
-
-    def cache_key(self) -> str:
-        """Identifies what a rewritten graph depends on, beside the graph itself."""
-        return hashlib.sha256(repr((self.config, self.plan)).encode()).hexdigest()
 
     # Profiling
 

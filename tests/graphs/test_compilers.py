@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +96,27 @@ def test_strides_that_inductor_cannot_compare_are_compared(is_trained: bool) -> 
     if is_trained:
         found, wanted = (torch.autograd.grad(y.square().mean(), weight)[0] for y in (found, wanted))
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_blocks_that_repeat_share_what_inductor_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is a model of its own with its own plan; where the plans agree, so do the graphs."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)])
+    x = torch.randn(32, 64)
+
+    def step() -> None:
+        blocks(x).square().mean().backward()
+
+    gact_fx.compile(blocks[1], budget_bits=4)
+    step()
+    step()
+    plan = gact_fx.inspect(blocks[1]).plan
+    for block in (blocks[0], blocks[2], blocks[3]):
+        gact_fx.compile(block, plan=plan)
+    before = counters["inductor"]["fxgraph_cache_hit"]
+    step()
+    # The first block has no gradient of its input.
+    assert counters["inductor"]["fxgraph_cache_hit"] == before + 4
+    assert all(gact_fx.inspect(block).plan == plan for block in blocks)
