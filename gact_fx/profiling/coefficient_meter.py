@@ -19,17 +19,10 @@ from gact_fx.graphs.replay import Replay
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_bends import dependents_within, moves
 from gact_fx.passes.find_masks import derivable_nodes
+from gact_fx.profiling.added_by_width import MEASURED, MEASURED_OF_CODES, Added
 from gact_fx.profiling.chains import Chain, Values
 from gact_fx.profiling.elements import Elements, between, follow, is_elementwise, moves_read
-from gact_fx.profiling.measure_chain import (
-    MEASURED,
-    MEASURED_OF_CODES,
-    Added,
-    SlopesOf,
-    measure_sample,
-    measure_whole,
-    sample,
-)
+from gact_fx.profiling.measure_chain import SlopesOf, measure_sample, measure_whole, sample
 from gact_fx.profiling.neighbours import GROUP_SIZE
 from gact_fx.profiling.rounding_meter import REFERENCE, RoundingMeter, code_bits
 from gact_fx.profiling.tape import Step
@@ -124,6 +117,7 @@ class CoefficientMeter:
             if moves(node) and node.users and self.before_tangents.isdisjoint(node.users):
                 self.before_tangents.discard(node)
         self.of = {reading: self._ends(found["values"]) for reading, found in self._followers.items()}
+        self._samples: dict[tuple[int, torch.device], torch.Tensor | None] = {}
         # By what is stored, where a sample of its elements lies in what follows; None where all are looked at.
         self._elements = {reading: self._sample(reading) for reading in self.of}
         self._kept = {end: self._positions(end) for ends in self.of.values() for end in ends}
@@ -162,7 +156,12 @@ class CoefficientMeter:
 
     def _sample(self, reading: fx.Node) -> dict[fx.Node, Elements] | None:
         ends = self.of[reading]
-        positions = sample(numel(reading))
+        # The device of what is traced may be another one.
+        stored = self._replay.inputs[reading.name if reading.op == "placeholder" else reading.all_input_nodes[0].name]
+        size = numel(reading), stored.device
+        if size not in self._samples:
+            self._samples[size] = sample(*size)
+        positions = self._samples[size]
         if positions is None or not all(is_elementwise(reading, n, ends) for n in self._followers[reading].values()):
             return None
         nodes = set().union(*self._followers[reading].values())
@@ -172,15 +171,17 @@ class CoefficientMeter:
         read = self._replay.evaluate({node.name for node in moves_read(chain, reading)})
         outside = {node: read[node.name] for node in moves_read(chain, reading)}
         shape = torch.Size(map(hint, reading.meta["val"].shape))
-        # The device of what is traced may be another one.
-        stored = self._replay.inputs[reading.name if reading.op == "placeholder" else reading.all_input_nodes[0].name]
-        return follow(reading, chain, shape, positions.to(stored.device), outside, self._interpreter.call_function)
+        return follow(reading, chain, shape, positions, outside, self._interpreter.call_function)
 
     def _positions(self, end: fx.Node) -> torch.Tensor | None:
         """Those at which the derivative with respect to ``end`` is needed, in order; None for everywhere."""
         found = [self._elements[reading] for reading, ends in self.of.items() if end in ends]
         positions = [elements[end].positions for elements in found if elements is not None]
-        if len(positions) < len(found) or sum(map(len, positions)) > numel(end) // 2:
+        if len(positions) < len(found):
+            return None
+        if all(each is positions[0] for each in positions):
+            return positions[0]
+        if sum(map(len, positions)) > numel(end) // 2:
             return None
         ordered: torch.Tensor = torch.cat(positions).unique()
         return ordered

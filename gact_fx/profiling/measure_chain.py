@@ -6,70 +6,40 @@ tensors a sample of groups is evaluated, and compared with what first order says
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
-from itertools import pairwise
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from gact_fx.codec.code import WIDTHS, Code
+from gact_fx.codec.code import Code
 from gact_fx.graphs.linearity import is_pointwise
 from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
+from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
 from gact_fx.profiling.chains import Chain
 from gact_fx.profiling.elements import Elements
-from gact_fx.profiling.neighbours import GROUP_SIZE, ROUNDINGS, draw, farthest
+from gact_fx.profiling.neighbours import ROUNDINGS, draw, farthest
 
-# Widths at which chains are evaluated, where values are exact and where they are read from 8 bits, between which they
-# say nothing. Logarithms are interpolated between them.
-MEASURED, MEASURED_OF_CODES = (2, 4, 8), (2, 4, 6)
 # Blocks, as large as the largest group, that stand for all of a tensor that has more than twice as many.
 BLOCK, SAMPLED_BLOCKS = 1024, 32
 # Elements that are looked at together.
 _CHUNK = 128 * BLOCK
 # A sum over a sample is known to belong together where its square is so many times what independent parts would make.
 COHERENT = 3.0
-# By so many times as much as first order, what codes add falls from one width to the next that is measured, and the
-# widths between are measured as well.
-AT_ONCE = 4.0
 SlopesOf = Mapping[fx.Node, Sequence[torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Added:
-    """What codes do to the gradient by way of some elements, in units of squared gradient; infinite where a value would
-    not be finite.
-
-    ``own_bias`` is the sum over elements of their squared biases, ``coherent_bias`` what the square of the sum is more
-    than that, and ``first`` what first order says of the same elements' variance.
-    """
-
-    variance: float
-    own_bias: float
-    coherent_bias: float
-    first: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.variance + self.own_bias + self.coherent_bias
-
-
-NOT_FINITE = Added(math.inf, math.inf, math.inf, 1.0)
-
-
-def sample(numel: int) -> torch.Tensor | None:
+def sample(numel: int, device: torch.device) -> torch.Tensor | None:
     """Flat positions of whole groups that stand for all, None where all do."""
     if numel // BLOCK <= 2 * SAMPLED_BLOCKS:
         return None
     blocks = torch.linspace(0, numel // BLOCK - 1, SAMPLED_BLOCKS).long()
-    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten().to(device)
 
 
 def measure_sample(
@@ -111,26 +81,6 @@ def measure_sample(
     for rounding in ROUNDINGS:
         found |= all_widths(measure_widths(partial(measure, rounding, set()), widths), rounding)
     return found
-
-
-def measure_widths(measure: Callable[[int], Added], widths: Sequence[int]) -> dict[int, Added]:
-    """What ``measure`` finds at ``widths``, and at those between two of them that say too little.
-
-    An element next to a jump is over it at 4 bits, and not at 8: what codes add then falls far faster than by first
-    order, and at one of the widths between all at once.
-    """
-    found = {bits: measure(bits) for bits in widths}
-    for low, high in pairwise(widths):
-        if _falls_at_once(found[low], found[high]):
-            found |= {bits: measure(bits) for bits in WIDTHS if low < bits < high}
-    return dict(sorted(found.items()))
-
-
-def _falls_at_once(few: Added, more: Added) -> bool:
-    """Whether from few bits to more, what codes add falls far faster than first order says of the variance."""
-    if not math.isfinite(few.total):
-        return False
-    return few.total * more.first > AT_ONCE * more.total * few.first
 
 
 def _is_finite(
@@ -289,31 +239,3 @@ def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) 
             args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)
             found[each] = chain.interpreter.call_function(each.target, args, kwargs)
     return found.get(node)
-
-
-def all_widths(measured: Mapping[int, Added], rounding: str) -> dict[Code, Added]:
-    """What codes of every width add, by what those of some do."""
-    return {Code(bits, rounding, GROUP_SIZE): _between(measured, bits) for bits in WIDTHS}
-
-
-def _between(measured: Mapping[int, Added], bits: int) -> Added:
-    """By what was measured at two widths around it, or next to it."""
-    if bits in measured:
-        return measured[bits]
-    low = max((width for width in list(measured)[:-1] if width < bits), default=min(measured))
-    high = min(width for width in measured if width > low)
-    share = (bits - low) / (high - low)
-
-    def interpolated(a: float, b: float) -> float:
-        if not (a > 0 and b > 0 and math.isfinite(a) and math.isfinite(b)):
-            return max(a, b)
-        return min(math.exp((1 - share) * math.log(a) + share * math.log(b)), sys.float_info.max)
-
-    # A bias that adds up is known to be none as soon as it is little: both kinds together fall smoothly.
-    pairs = zip(_smooth(measured[low]), _smooth(measured[high]), strict=True)
-    variance, own_bias, bias, first = (interpolated(a, b) for a, b in pairs)
-    return Added(variance, own_bias, max(bias - own_bias, 0.0) if bias < math.inf else bias, first)
-
-
-def _smooth(added: Added) -> tuple[float, float, float, float]:
-    return added.variance, added.own_bias, added.own_bias + added.coherent_bias, added.first

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from gact_fx.codec.code import Code, relative_variance
+from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
 from gact_fx.profiling.coefficient_meter import at_coefficients
 from gact_fx.profiling.gradients import squared_norm
-from gact_fx.profiling.measure_chain import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
 from gact_fx.profiling.measure_sensitivity import Change, Probe, carried
 from gact_fx.profiling.neighbours import ROUNDINGS
 from gact_fx.profiling.rounding_meter import BIAS_WEIGHT

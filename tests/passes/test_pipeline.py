@@ -115,8 +115,9 @@ def test_every_pass_is_in_a_file_of_its_name() -> None:
     assert len({each.name for each in PIPELINE}) == len(PIPELINE)
 
 
-def test_a_trial_cut_leaves_the_joint_graph_alone() -> None:
-    """With recompute="full" products are chosen by what a cut without them would save."""
+@pytest.mark.parametrize(("budget", "cuts"), [(None, 1), ("20 kB", 2)])
+def test_a_trial_cut_leaves_the_joint_graph_alone(budget: str | None, cuts: int) -> None:
+    """With recompute="full" products are chosen by what a cut without them saves, and tried where a budget binds."""
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -139,7 +140,7 @@ def test_a_trial_cut_leaves_the_joint_graph_alone() -> None:
     model = Deep()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "passes", tuple(around))
-        gact_fx.compile(model, inner="eager", min_elements=64, recompute="full")
+        gact_fx.compile(model, inner="eager", min_elements=64, recompute="full", budget_bytes=budget)
         model(torch.randn(64, 64)).backward()
     # Before the pass, on the copies that are cut without products and with them, and behind the pass.
-    assert len(codes) == 4 and codes[0] == codes[-1]
+    assert len(codes) == cuts + 2 and codes[0] == codes[-1]

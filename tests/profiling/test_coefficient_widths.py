@@ -5,8 +5,8 @@ import math
 import pytest
 
 from gact_fx.codec.code import WIDTHS, Code
+from gact_fx.profiling.added_by_width import MEASURED, Added, all_widths, measure_widths
 from gact_fx.profiling.coefficient_meter import at_coefficients
-from gact_fx.profiling.measure_chain import MEASURED, Added, all_widths, measure_widths
 from gact_fx.records import Sensitivity
 
 ROUNDINGS = ("stochastic", "dither")
