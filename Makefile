@@ -16,7 +16,7 @@ test: $(STAMP)
 
 # All parameters, the documented figures on real architectures, and every property on 10,000 examples.
 test-all: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile --hypothesis-profile=whole
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=whole
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -103,12 +103,29 @@ def transformers() -> Namespace:
     return {"model": BertForSequenceClassification(config).train(False), "batch": batch, "dataset": rows}
 
 
+def layers() -> Namespace:
+    """A model of four equal layers, the loss of its outputs, and batches of few rows."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    batches = [(torch.randn(32, 64), torch.randn(32, 64)) for _ in range(2)]
+    return {"model": Deep(), "loss_fn": nn.functional.mse_loss, "small_batches": batches}
+
+
 def nothing() -> Namespace:
     return {}
 
 
 SETUPS: dict[str, Callable[[], Namespace]] = {
-    setup.__name__: setup for setup in (network, compiled, transformers, nothing)
+    setup.__name__: setup for setup in (network, compiled, transformers, layers, nothing)
 }
 
 
