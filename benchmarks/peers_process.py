@@ -1,7 +1,7 @@
 """One method of `peers.py` in a process of its own: the process, and the side of it that asks.
 
-The process reads commands, a line each, and answers with a line of JSON: ``memory``, ``step`` or ``error``. What
-fails answers with ``{"failed": why}`` and ends the process.
+The process reads commands, a line each, and answers with a line of JSON: ``memory``, ``step``, ``peaks`` or ``error``.
+What fails answers with ``{"failed": why}`` and ends the process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from peak_bytes import peak_bytes
 from torch import Tensor, nn
 
 ANSWER = "answer: "
+# The method of `Training` that answers a command.
+ANSWERS = {"memory": "memory", "step": "timed_step", "peaks": "peaks"}
 FULL = 0.8  # the share of a GPU's memory that eager PyTorch is to take
 
 
@@ -83,6 +85,15 @@ class Training:
         gradients = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
         return {"gradients": gradients, "peak": found.step, "held": found.held, "first_seconds": first}
 
+    def peaks(self) -> dict[str, float]:
+        """Bytes above the parameters at the peak of every step until nothing compiles any more, and the rows of one."""
+        found: dict[str, float] = {"rows": len(next(iter(self.batch.values())))}
+        for step in range(self.method.steps_before):
+            self.model.zero_grad(set_to_none=True)
+            gc.collect()
+            found[f"step {step + 1}"] = peak_bytes(self.loss, self.case.device).step
+        return found
+
     def timed_step(self) -> dict[str, float]:
         """Seconds of a step. On a GPU one more step goes before, and the memory is given back for the others' steps."""
         if self.case.device != "cuda":
@@ -140,7 +151,7 @@ def serve(case: Case) -> None:
                 answer = gradient_error(case)
             else:
                 training = training or Training(case)
-                answer = training.memory() if command == "memory" else training.timed_step()
+                answer = getattr(training, ANSWERS[command])()
         except Exception as error:
             print(ANSWER + json.dumps({"failed": reason(error)}), flush=True)
             raise

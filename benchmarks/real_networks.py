@@ -1,14 +1,16 @@
 """Networks at the sizes that people train: ``build(name) -> (model, batch, loss_fn)``, as in ``networks.py``.
 
 Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and llama one of 32000, and both
-return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model. ``small=True`` gives the same
-architectures in a size for trials, and ``times=n`` a batch of n times as many rows. All but unet need transformers.
+return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model. bert-12 and gpt2-12 have twelve
+layers. ``small=True`` gives the same architectures in a size for trials, and ``times=n`` a batch of n times as many
+rows. All but unet need transformers.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "llama", "vit", "unet")
+DEEP = ("bert-12", "gpt2-12")
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,11 @@ class Scale:
 def build(name: str, *, small: bool = False, times: int = 1) -> Network:
     torch.manual_seed(0)
     networks = {"bert": _bert, "resnet50": _resnet50, "gpt2": _gpt2, "gpt2-loss": _gpt2_loss, "llama": _llama}
-    return {**networks, "vit": _vit, "unet": _unet}[name](Scale(small, times))
+    deep = {"bert-12": partial(_bert, layers=12), "gpt2-12": partial(_gpt2, layers=12)}
+    return {**networks, **deep, "vit": _vit, "unet": _unet}[name](Scale(small, times))
 
 
-def _bert(scale: Scale) -> Network:
+def _bert(scale: Scale, layers: int = 6) -> Network:
     from transformers import BertConfig, BertForSequenceClassification
 
     rows, width = scale.of(8, 4) * scale.times, scale.of(768, 128)
@@ -45,7 +49,7 @@ def _bert(scale: Scale) -> Network:
         "labels": torch.randint(0, 2, (rows,)),
     }
     config = BertConfig(
-        num_hidden_layers=scale.of(6, 2), hidden_size=width, num_attention_heads=width // 64,
+        num_hidden_layers=scale.of(layers, 2), hidden_size=width, num_attention_heads=width // 64,
         intermediate_size=4 * width, vocab_size=scale.of(30522, 1000),
     )  # fmt: skip
     return BertForSequenceClassification(config), batch, _own_loss
@@ -71,13 +75,13 @@ def _tokens(scale: Scale, vocabulary: int) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _gpt2(scale: Scale) -> Network:
+def _gpt2(scale: Scale, layers: int = 2) -> Network:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     width, vocabulary = scale.of(768, 128), scale.of(50257, 1000)
     batch = _tokens(scale, vocabulary)
     config = GPT2Config(
-        n_layer=2, n_embd=width, n_head=width // 64, vocab_size=vocabulary,
+        n_layer=scale.of(layers, 2), n_embd=width, n_head=width // 64, vocab_size=vocabulary,
         bos_token_id=vocabulary - 1, eos_token_id=vocabulary - 1,
     )  # fmt: skip
     return GPT2LMHeadModel(config), batch, _own_loss
