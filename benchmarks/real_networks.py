@@ -9,6 +9,7 @@ rows. All but unet need transformers.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,9 +36,11 @@ class Scale:
 
 def build(name: str, *, small: bool = False, times: int = 1) -> Network:
     torch.manual_seed(0)
-    networks = {"bert": _bert, "resnet50": _resnet50, "gpt2": _gpt2, "gpt2-loss": _gpt2_loss, "llama": _llama}
-    deep = {"bert-12": partial(_bert, layers=12), "gpt2-12": partial(_gpt2, layers=12)}
-    return {**networks, **deep, "vit": _vit, "unet": _unet}[name](Scale(small, times))
+    networks: dict[str, Callable[[Scale], Network]] = {
+        "bert": _bert, "bert-12": partial(_bert, layers=12), "resnet50": _resnet50, "gpt2": _gpt2,
+        "gpt2-12": partial(_gpt2, layers=12), "gpt2-loss": _gpt2_loss, "llama": _llama, "vit": _vit, "unet": _unet,
+    }  # fmt: skip
+    return networks[name](Scale(small, times))
 
 
 def _bert(scale: Scale, layers: int = 6) -> Network:
