@@ -24,7 +24,7 @@ from gact_fx.graphs.step_memory import pair_memory
 from gact_fx.options import allowed_nbytes
 from gact_fx.passes.encodings import Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis
-from gact_fx.passes.mark_recomputation import is_cheap
+from gact_fx.passes.is_cheap import is_cheap
 from gact_fx.passes.pipeline import Context
 from gact_fx.passes.stored_memory import stored_memory
 from gact_fx.plan import TensorPlan

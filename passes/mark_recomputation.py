@@ -3,7 +3,8 @@
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
-and would be biased if they came from rounded values; and every choice of an index, which rounding could flip.
+and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Saved
+are, unless ``recompute="full"``, the sums of a residual stream, too (`find_joins`).
 Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
 again they would be unbounded in the regions' inputs, so that these could not be rounded.
 
@@ -15,22 +16,18 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.operator_table import CASTS, CONSTANTS, MOVES, SCATTERS
-from gact_fx.graphs.operators import HigherOrderOperator, OpOverload, name_of, packet_of
+from gact_fx.graphs.operator_table import SCATTERS
+from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
-from gact_fx.passes.find_masks import counts, draws, is_known
+from gact_fx.passes.find_joins import find_joins
+from gact_fx.passes.find_masks import draws
+from gact_fx.passes.is_cheap import is_cheap
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 
-_CHEAP = MOVES | CONSTANTS | CASTS
 # Elements that share a statistic, at least.
 _FEW = 8
-# By name: Inductor registers some of them when it is first used.
-_CHEAP_PRIMS = frozenset(
-    {"convert_element_type", "iota", "broadcast_in_dim", "fma", "inductor_lookup_seed", "inductor_random",
-     "inductor_randint"}
-)  # fmt: skip
 
 
 def mark_recomputation(joint: JointGraph, context: Context) -> bool:
@@ -52,6 +49,9 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)
+    if recompute == "auto":
+        for node in find_joins(joint.before_tangents()):
+            _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"
 
 
@@ -60,21 +60,6 @@ def _is_wanted(node: fx.Node) -> bool:
     if "recompute" not in node.meta:
         return not is_cheap(node) or _is_scattered_exp(node)
     return node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE and _is_reciprocal_deviation(node)
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """Whether computing ``node`` again costs about as much as reading its inputs, and gives the same from rounded ones
-    up to rounding.
-    """
-    if node.op != "call_function" or draws(node) or counts(node) or not is_known(node):
-        return False
-    if isinstance(node.target, HigherOrderOperator):
-        return False
-    if not isinstance(node.target, OpOverload):  # getitem, or arithmetic of sizes
-        return True
-    if node.target.namespace == "prims":
-        return name_of(node.target) in _CHEAP_PRIMS
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _CHEAP
 
 
 def _is_scattered_exp(node: fx.Node) -> bool:
