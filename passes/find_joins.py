@@ -6,12 +6,15 @@ a gate and what it multiplies, is not meant: backward reads these together anywa
 as features that are concatenated: saving would take as much as what they were.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.edit import numel
+from gact_fx.graphs.operator_table import MOVES
+from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.is_cheap import is_cheap
 
 # A source counts if it has this share of the elements of what it is read for, at least.
@@ -22,8 +25,9 @@ def find_joins(forward: Iterable[fx.Node]) -> list[fx.Node]:
     """The cheap nodes of ``forward``, the part of a joint graph before the tangents, that are to be saved.
 
     Their sources have twice as many elements as they have, at least, and as many as the largest of all joins: smaller
-    ones do not make the peak. Of a chain of joins every later one counts from the one before it. Only what an operator
-    reads that is not cheap is meant, and nothing that is marked already.
+    ones do not make the peak. Of a chain of joins every later one counts from the one before it. Nothing is meant that
+    is marked already. Where all else is computed from one function of a join, as from the ReLU of a sum, that stands in
+    its place.
     """
     nodes = [node for node in forward if node.op == "call_function"]
     largest = max(map(numel, _search(nodes, 0)), default=0)
@@ -35,21 +39,30 @@ def _search(nodes: Sequence[fx.Node], least: int) -> list[fx.Node]:
     inside = set(nodes)
     depth: dict[fx.Node, int] = {}
     sources: dict[fx.Node, frozenset[fx.Node]] = {}
-    found = []
+    found: dict[fx.Node, None] = {}
     for node in nodes:
         depth[node] = max((depth.get(i, 0) for i in node.all_input_nodes), default=0)
         if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
             sources[node] = frozenset()
-        elif not is_cheap(node):
-            depth[node] += 1
-            sources[node] = frozenset({node})
-        else:
+            continue
+        depth[node] += not is_cheap(node)
+        if is_cheap(node) and node not in found:
             every = {s for i in node.all_input_nodes for s in sources.get(i, ())}
             sources[node] = frozenset(s for s in every if numel(s) >= _LARGE * numel(node))
             are_far = len({depth[s] for s in sources[node]}) > 1
             is_much = sum(map(numel, sources[node])) >= max(2 * numel(node), least)
-            is_read = any(user in inside and not is_cheap(user) for user in node.users)
-            if are_far and is_much and is_read and "recompute" not in node.meta:
-                found.append(node)
-                sources[node] = frozenset({node})
-    return found
+            if are_far and is_much and "recompute" not in node.meta:
+                found[_last_alone(node, inside)] = None
+        if not is_cheap(node) or node in found:
+            sources[node] = frozenset({node})
+    return sorted(found)
+
+
+def _last_alone(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node:
+    """The last of the cheap functions of ``node`` that all its readers in forward read in its stead."""
+    users = [user for user in node.users if user in inside]
+    if len(users) != 1 or not is_cheap(users[0]) or "recompute" in users[0].meta or packet_of(users[0]) in MOVES:
+        return node
+    before, after = node.meta.get("val"), users[0].meta.get("val")
+    is_as_large = isinstance(after, torch.Tensor) and numel(users[0]) == numel(node)
+    return _last_alone(users[0], inside) if is_as_large and after.itemsize <= before.itemsize else node
