@@ -25,7 +25,6 @@ from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_plan import find_plan
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
-from gact_fx.passes.hoist_views import hoist_views
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
@@ -57,7 +56,6 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),
     Pass("find_plan", find_plan, gives="plan"),
     Pass("weigh_exact_pair", weigh_exact_pair, gives="exact_memory", when=lambda c: not c.is_profiling),
-    Pass("hoist_views", hoist_views, edits=FORWARD),
     Pass("insert_compression", insert_compression, edits=FORWARD, gives="reads", unfinished=True),
     Pass("read_masks", read_masks, edits=BACKWARD, gives="exact_masks", unfinished=True),
     Pass("read_values", read_values, edits=BACKWARD),
