@@ -64,5 +64,7 @@ def _last_alone(node: fx.Node, inside: Collection[fx.Node]) -> fx.Node:
     if len(users) != 1 or not is_cheap(users[0]) or "recompute" in users[0].meta or packet_of(users[0]) in MOVES:
         return node
     before, after = node.meta.get("val"), users[0].meta.get("val")
-    is_as_large = isinstance(after, torch.Tensor) and numel(users[0]) == numel(node)
-    return _last_alone(users[0], inside) if is_as_large and after.itemsize <= before.itemsize else node
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return node
+    is_as_large = numel(users[0]) == numel(node) and after.itemsize <= before.itemsize
+    return _last_alone(users[0], inside) if is_as_large else node
