@@ -3,8 +3,8 @@
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
-and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Saved
-are, unless ``recompute="full"``, the sums of a residual stream, too (`find_joins`).
+and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Under
+``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual stream, too (`find_joins`).
 Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
 again they would be unbounded in the regions' inputs, so that these could not be rounded.
 
@@ -49,7 +49,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)
-    if recompute == "auto":
+    if recompute == "auto" and context.config.budget_bytes is not None:
         for node in find_joins(joint.before_tangents()):
             _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"

@@ -63,12 +63,13 @@ def trace() -> Trace:
         inner: str = "eager",
         recompute: str = "off",
         marked: bool = True,
+        budget_bytes: int | None = None,
     ) -> GraphPair:
         found: list[GraphPair] = []
 
         def cut(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
             graph = JointGraph(joint, joint_inputs, lambda index: upstream, **options)
-            context = Context(Config(recompute=recompute), joint=graph)
+            context = Context(Config(recompute=recompute, budget_bytes=budget_bytes), joint=graph)
             names = ("copy_mutated_inputs", *(["mark_recomputation"] if marked else []), "partition")
             pair = run_passes(passes(*names), context).pair
             assert pair is not None

@@ -9,7 +9,7 @@ memory_benchmark = pytest.importorskip("memory")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ratio"), [("bert", 15), ("gpt2", 20), ("resnet50", 10)])
+@pytest.mark.parametrize(("name", "ratio"), [("bert", 15), ("gpt2", 20), ("resnet50", 13)])
 def test_bytes_held_at_4_bits(name: str, ratio: float) -> None:
     (found,) = memory_benchmark.measure(name, [4.0])
     assert found["eager"] / found["gact_fx"] >= ratio

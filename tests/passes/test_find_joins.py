@@ -72,9 +72,9 @@ def test_small_joins_count_beside_the_largest() -> None:
     assert joins(narrowing) == [("relu", 32), ("relu", 32), ("relu", 8)]
 
 
-@pytest.mark.parametrize(("recompute", "count"), [("auto", 5), ("full", 0)])
-def test_joins_are_saved_unless_bytes_go_first(trace: Trace, recompute: str, count: int) -> None:
-    assert saved(trace(residual, X, recompute=recompute), "relu") == count
+@pytest.mark.parametrize(("budget_bytes", "count"), [(10**6, 5), (None, 0)])
+def test_joins_are_saved_where_the_peak_is_limited(trace: Trace, budget_bytes: int | None, count: int) -> None:
+    assert saved(trace(residual, X, recompute="auto", budget_bytes=budget_bytes), "relu") == count
 
 
 def test_what_checkpointing_decided_stays(trace: Trace) -> None:
@@ -82,4 +82,4 @@ def test_what_checkpointing_decided_stays(trace: Trace) -> None:
         found: torch.Tensor = checkpoint(residual, x @ SQUARES[0], use_reentrant=False)
         return found
 
-    assert saved(trace(checkpointed, X, recompute="auto"), "relu") == 0
+    assert saved(trace(checkpointed, X, recompute="auto", budget_bytes=10**6), "relu") == 0
