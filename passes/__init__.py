@@ -25,6 +25,7 @@ from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_plan import find_plan
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
+from gact_fx.passes.hoist_views import hoist_views
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("expose_decisions", expose_decisions, edits=BACKWARD),
     Pass("merge_coefficients", merge_coefficients, edits=BACKWARD),
     Pass("move_cuts", move_cuts, edits=BOTH),
+    Pass("hoist_views", hoist_views, edits=FORWARD),
     Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),
     Pass("find_plan", find_plan, gives="plan"),
