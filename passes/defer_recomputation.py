@@ -1,11 +1,19 @@
 """Move what backward computes from saved values to right before its first use, so that it lives as briefly as it can.
 
 The partitioner orders recomputed chains for the values that they were cut from. Once part of a chain is read from a
-blob instead, what remains would be decompressed long before it is needed, many layers at a time.
+blob instead, what remains would be decompressed long before it is needed, many layers at a time. Of several values that
+one node reads, the one that takes most memory beyond its own size while it is computed comes first, when the least of
+the others is there (Sethi and Ullman, "The generation of optimal code for arithmetic expressions", J. ACM 1970).
 """
+
+from collections.abc import Collection
+
+from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import dependents
+from gact_fx.graphs.live_memory import storages
+from gact_fx.graphs.operators import returns_alias
 from gact_fx.passes.pipeline import Context
 
 
@@ -14,7 +22,38 @@ def defer_recomputation(pair: GraphPair, context: Context) -> None:
     graph = pair.backward.graph
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
-    # From the end, so that a chain moves link by link.
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node not in depends and node.users:
-            min(node.users).prepend(node)
+    movable = {node for node in graph.nodes if node.op == "call_function" and node not in depends and node.users}
+    excess = _excess(graph, movable)
+    # From the end: a node is placed when all that read it are.
+    waiting = {node: len(node.users) for node in movable}
+    for anchor in reversed([node for node in graph.nodes if node not in movable]):
+        last, ready = anchor, _released(anchor, waiting, excess)
+        while ready:
+            node = ready.pop()
+            last.prepend(node)
+            last = node
+            ready += _released(node, waiting, excess)
+
+
+def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, int]) -> list[fx.Node]:
+    """What ``user`` was the last to wait for, in the order in which it is to be computed."""
+    sources = [source for source in user.all_input_nodes if source in waiting]
+    for source in sources:
+        waiting[source] -= 1
+    return sorted((s for s in sources if not waiting[s]), key=excess.__getitem__, reverse=True)
+
+
+def _excess(graph: fx.Graph, movable: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """By node of ``movable``, the bytes that computing it takes beyond its own, shared values counted for each."""
+    peaks: dict[fx.Node, int] = {}
+    sizes: dict[fx.Node, int] = {}
+    for node in (node for node in graph.nodes if node in movable):
+        sources = [source for source in node.all_input_nodes if source in movable]
+        there = peak = 0
+        for source in sorted(sources, key=lambda s: peaks[s] - sizes[s], reverse=True):
+            peak = max(peak, there + peaks[source])
+            there += sizes[source]
+        is_view = returns_alias(node.target)
+        sizes[node] = there if is_view else sum(storages(node).values())
+        peaks[node] = peak if is_view else max(peak, there + sizes[node])
+    return {node: peaks[node] - sizes[node] for node in peaks}

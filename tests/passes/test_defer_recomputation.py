@@ -3,6 +3,7 @@ from conftest import Trace, analyze, insert, run_pass
 from torch import fx, nn
 
 from gact_fx.codec.code import Code
+from gact_fx.graphs.live_memory import peak_nbytes
 from gact_fx.plan import GraphPlan, TensorPlan
 
 decompress = torch.ops.gact_fx.decompress.default
@@ -63,3 +64,26 @@ def test_it_changes_no_value(trace: Trace) -> None:
     run_pass("defer_recomputation", pair)
     for a, b in zip(fx.Interpreter(pair.backward).run(*inputs), before, strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+class Gate(nn.Module):
+    """Backward multiplies by a saved value and by what takes much memory to compute of another."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * torch.nn.functional.gelu(y)).sum()
+
+
+def test_what_takes_most_memory_is_computed_first(trace: Trace) -> None:
+    x, y = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    pair = trace(Gate(), x, y)
+    run_pass("defer_recomputation", pair)
+    order = [node for node in pair.backward.graph.nodes if node.op == "call_function"]
+    graph = pair.backward.graph
+    peak = peak_nbytes(graph, graph.find_nodes(op="placeholder"), fused=False)
+    for node in order:
+        # Any two neighbours that do not read each other the other way round take no less.
+        following = node.next
+        if following.op == "call_function" and node not in following.all_input_nodes:
+            following.append(node)
+            assert peak_nbytes(graph, graph.find_nodes(op="placeholder"), fused=False) >= peak
+            following.prepend(node)
