@@ -35,7 +35,7 @@ from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
 from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
-from gact_fx.passes.spread_zeros import spread_zeros
+from gact_fx.passes.spread_numbers import spread_numbers
 from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.weigh_exact_pair import weigh_exact_pair
 from gact_fx.passes.weigh_pair import weigh_pair
@@ -62,7 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("read_masks", read_masks, edits=BACKWARD, gives="exact_masks", unfinished=True),
     Pass("read_values", read_values, edits=BACKWARD),
     Pass("defer_recomputation", defer_recomputation, edits=BACKWARD),
-    Pass("spread_zeros", spread_zeros, edits=BACKWARD, when=lambda c: c.is_profiling),
+    Pass("spread_numbers", spread_numbers, edits=BACKWARD, when=lambda c: c.is_profiling),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
