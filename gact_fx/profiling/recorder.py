@@ -14,6 +14,7 @@ from gact_fx.graphs.dynamo import in_backward
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.gradients import sketch
+from gact_fx.profiling.narrow_codes import narrowed_backward, narrowed_forward
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")
@@ -31,6 +32,7 @@ class Recorder:
     recorded; with ``every`` None none, until `start` is called, and then until `take`. ``on_next`` hears in every
     step's first backward pass whether the next step is an ``every``-th one. Forward passes begin no step while
     ``counts()`` is False. ``copies()``: whether parameters are gone after backward, so that they are to be copied.
+    ``narrow_bits``: the width of codes in a step of which a few rows are kept; its graphs run operator by operator.
     """
 
     on_step: Callable[[list[Step], LeafGradients], None]
@@ -39,6 +41,7 @@ class Recorder:
     on_next: Callable[[bool], None] = lambda is_due: None
     counts: Callable[[], bool] = lambda: True
     copies: Callable[[], bool] = lambda: False
+    narrow_bits: int | None = None
     _tape: Tape | None = field(default=None, init=False)
     _gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict, init=False)
     # Of the present step: by graph, forward passes that wait for backward, and whether any ran backward.
@@ -85,6 +88,7 @@ class Recorder:
 
     def forward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the forward graph ``key``, watched."""
+        narrow = run if self.narrow_bits is None else narrowed_forward(pair, analysis, self.narrow_bits)
 
         def call(arguments: list[Any]) -> Any:
             # Checkpointing around the graph runs it again, and its first run stands for both.
@@ -94,7 +98,7 @@ class Recorder:
             inputs = list(arguments) if self._tape is not None else []
             with self._abandoning():
                 is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
-                outputs = run(arguments)
+                outputs = (narrow if is_cut else run)(arguments)
             if is_cut:
                 self._of_few(lambda few: few.keep_outputs(outputs[: pair.num_user_outputs]))
             elif self._tape is not None:
@@ -105,6 +109,8 @@ class Recorder:
 
     def backward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the backward graph ``key``, watched."""
+        if self.narrow_bits is not None:
+            run = narrowed_backward(pair, analysis, self.narrow_bits)
 
         def call(arguments: list[Any]) -> Any:
             inputs: Sequence[Any] = []

@@ -24,7 +24,7 @@ from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.learner import Learner
 from gact_fx.training.lifecycle import State
 from gact_fx.training.ranks import Ranks
-from gact_fx.training.rewrite import RewrittenGraph
+from gact_fx.training.rewrite import RewrittenGraph, narrow_bits
 from gact_fx.training.row_tracing import RowTracing
 from gact_fx.training.session import Session
 
@@ -144,7 +144,7 @@ def run_states(
     """
     every, lifecycle, learn = session.config.profile_every, session.lifecycle, Learner(session).learn_from
     counts, copies = lambda: ranks.in_step, lambda: ranks.is_sharded
-    first = samples or Recorder(learn, every=1, counts=counts, copies=copies)
+    first = samples or Recorder(learn, every=1, counts=counts, copies=copies, narrow_bits=narrow_bits(session.config))
     # With the step before, whose gradient tells how much those of minibatches vary; that one runs the plan. Without
     # ``profile_every``, steps are recorded on demand alone.
     again = Recorder(learn, max(every or sys.maxsize, 2), 2, lifecycle.profile_again, counts, copies)

@@ -19,6 +19,8 @@ from gact_fx.planning.budget import GraphTensors, choose_plan
 log = logging.getLogger("gact_fx")
 # What profiling stores activations in: little enough to fit where training does, and near enough to the exact values.
 PROFILE_BITS = 8
+# The least width, the same for all tensors, with which a step trains.
+TRAINING_BITS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,13 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
         done.exact_memory,
         done.plain,
     )
+
+
+def narrow_bits(config: Config) -> int | None:
+    """The width for a step that is measured on a few of its rows, None where its own gradient is measured, too."""
+    if config.max_gradient_noise is not None or config.budget_bits is None:
+        return None
+    return min(max(math.floor(config.budget_bits), TRAINING_BITS), PROFILE_BITS)
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:

@@ -127,6 +127,41 @@ def test_planned_graphs_are_those_of_the_profile(caplog: pytest.LogCaptureFixtur
     assert rows and all(row.sensitivity is not None for row in rows)
 
 
+@pytest.mark.parametrize(("budget_bits", "width"), [(2, 4), (4, 4), (7, 7), (8, 8)])
+def test_the_step_itself_holds_what_planned_steps_do(budget_bits: int, width: int) -> None:
+    """The whole batch is in codes of the budget; where a gradient is measured itself, in wide ones."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, WIDTH)
+
+    def held(**options: Any) -> int:
+        model = compiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), **options)
+        before = held_bytes()
+        loss = model(x).square().mean()
+        found = held_bytes() - before
+        loss.backward()
+        return found
+
+    # Beside the codes lie their minima and steps.
+    narrower = held(max_gradient_noise=0.1) - held(budget_bits=budget_bits)
+    assert narrower == pytest.approx((8 - width) / 8 * x.numel(), rel=0.1, abs=1000)
+
+
+def test_the_gradient_of_the_step_itself_is_unbiased(cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    exact, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)), torch.randn(256, WIDTH)
+    exact(x).square().mean().backward()
+    expected, found = gradients(exact), []
+    for seed in range(32):
+        model = compiled(copy.deepcopy(exact), seed=seed)
+        model(x).square().mean().backward()
+        found.append(gradients(model))
+        model(x)
+    mean = [torch.stack(each).mean(0) for each in zip(*found, strict=True)]
+    alone = max(relative_error(each, expected) for each in found)
+    assert 0.005 < alone < 0.1 and len(cut) == 32
+    assert relative_error(mean, expected) < alone / 3
+
+
 def test_what_waits_to_be_profiled_is_a_few_rows() -> None:
     torch.manual_seed(0)
     model, x = compiled(Net()), torch.randn(4096, 4, WIDTH)
@@ -301,14 +336,21 @@ def test_a_forward_pass_without_backward_is_forgotten(cut: list[tuple[int, int]]
 @pytest.mark.parametrize("together", [True, False])
 def test_two_runs_of_a_graph_in_one_step_are_profiled_whole(together: bool, cut: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
-    model = compiled(Net("mean"))
+    model = Net("mean")
+    model.drop.p = 0.0
+    exact = copy.deepcopy(model)
+    compiled(model)
     for _ in range(4):
-        first, second = (model(torch.randn(ROWS, 4, WIDTH)) for _ in range(2))
-        if together:
-            (first + second).backward()
-        else:
-            first.backward()
-            second.backward()
+        batches = [torch.randn(ROWS, 4, WIDTH) for _ in range(2)]
+        for each in (model, exact):
+            first, second = map(each, batches)
+            if together:
+                (first + second).backward()
+            else:
+                first.backward()
+                second.backward()
+        # Also where codes of the first run are narrow, and those of the second are not.
+        assert relative_error(gradients(model), gradients(exact)) < 0.2
     assert gact_fx.inspect(model).ratio > 2 and not cut
     assert all(row.copies == 2 for row in gact_fx.inspect(model).rows if row.encoding == "quantize")
 
