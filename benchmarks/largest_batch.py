@@ -4,10 +4,11 @@
                                        [--resume] [--device cpu|cuda] [--plot [PNG]]
 
 Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``; every measurement is a fresh process.
-The limit is of live memory above the parameters: activations, gradients, transients. The peak of a step grows with the
-rows of the batch as a line does. It is measured at one batch and at one twice as large, at every step until nothing
-compiles any more, and the largest batch is the one at which the line of the worst step meets the limit. ``--memory`` is
-in GB of 1e9 bytes. ``--plot`` draws what there is.
+The limit is of live memory above the parameters: activations, gradients, transients. The peak of every step, until
+nothing compiles any more, is measured at one batch, at one twice as large, and on from there until it is half the
+limit: which moment of a step has the peak may change with the rows. The largest batch is the one at which the line
+through a step's last two peaks meets the limit, that of the worst step. ``--memory`` is in GB of 1e9 bytes. ``--plot``
+draws what there is.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ TITLES = {
     "bert-12": "BERT-base, 256 tokens", "resnet50": "ResNet-50, 224 x 224 pixels", "gpt2-12": "GPT-2, 512 tokens",
 }  # fmt: skip
 USUAL = ("eager", "compile", "checkpoint-eager", "checkpoint", "budget-0.5", "budget-0", "gact-4", "gact-2")
+# Batches that are measured beyond two; each has a share of the rows that there is room for by the line so far, and at
+# most so many times those of the batch before.
+MOST_LARGER, SHARE, MOST_TIMES = 4, 0.6, 4
 Row = dict[str, Any]
 
 
@@ -42,23 +46,35 @@ def peaks(case: Case, around: Surroundings) -> dict[str, float]:
         return process.ask("peaks")
 
 
-def measure(case: Case, around: Surroundings) -> Row:
-    """One row: what was measured at two batches."""
+def measure(case: Case, around: Surroundings, limit: float) -> Row:
+    """One row: what was measured at two batches and more, the last of which takes half of ``limit`` bytes."""
     row: Row = {"label": METHODS[case.method].label}
     try:
-        row["measured"] = [peaks(replace(case, times=times), around) for times in (1, 2)]
+        found = [peaks(replace(case, times=times), around) for times in (1, 2)]
+        for _ in range(MOST_LARGER):
+            first, last = found[0]["rows"], found[-1]["rows"]
+            rows = min(SHARE * largest_batch(found, limit), MOST_TIMES * last)
+            if worst(found[-1]) >= limit / 2 or rows <= last:
+                break
+            found.append(peaks(replace(case, times=math.ceil(rows / first)), around))
+        row["measured"] = found
     except Failure as failure:
         row["failed"] = str(failure)
     return row
 
 
+def worst(measured: dict[str, float]) -> float:
+    """The bytes of the step with the highest peak."""
+    return max(value for key, value in measured.items() if key != "rows")
+
+
 def largest_batch(measured: list[dict[str, float]], limit: float) -> int:
-    """The most rows with which the peak of no step is above ``limit``, in bytes.
+    """The most rows with which the peak of no step is above ``limit``, in bytes, by the two largest batches measured.
 
     Raises:
         ValueError: no step takes more memory with more rows.
     """
-    few, many = measured
+    few, many = measured[-2:]
     found = math.inf
     for step in few.keys() - {"rows"}:
         slope = (many[step] - few[step]) / (many["rows"] - few["rows"])
@@ -73,10 +89,10 @@ def describe_row(network: str, row: Row, rows: dict[str, Row], limit: float) -> 
     if "failed" in row:
         return f"{network:9} {row['label']:31} {row['failed']}"
     size = largest_batch(row["measured"], limit)
-    worst = " ".join(f"{max(v for k, v in each.items() if k != 'rows') / 1e6:9.1f}" for each in row["measured"])
+    last = row["measured"][-1]
     plain = rows.get("compile", {}).get("measured")
     times = f"{size / max(largest_batch(plain, limit), 1):9.1f}x" if plain else ""
-    return f"{network:9} {row['label']:31} {worst} {size:8} {times}"
+    return f"{network:9} {row['label']:31} {worst(last) / 1e6:9.1f} {last['rows']:9.0f} {size:8} {times}"
 
 
 def draw(results: dict[str, dict[str, Row]], path: Path, limit: float, machine: str, how: str) -> None:
@@ -143,7 +159,7 @@ def main() -> None:
         print(f"figure: {path}")
         return
     print(f"the largest batch within {options.memory:g} GB above the parameters, {precision}; {describe()}")
-    print(f"{'network':9} {'method':31} {'MB':>9} {'MB, twice':>9} {'rows':>8} {'torch.compile':>14}")
+    print(f"{'network':9} {'method':31} {'MB':>9} {'with rows':>9} {'largest':>8} {'torch.compile':>14}")
     log_path = results_path(name).with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "a") as log, tempfile.TemporaryDirectory() as folder:
@@ -152,7 +168,9 @@ def main() -> None:
             rows = dict(results.get(network, {}))
             for key in known(options.methods):
                 if not (options.resume and "measured" in rows.get(key, {})):
-                    rows[key] = measure(Case(network, key, options.amp, options.small, device=options.device), around)
+                    rows[key] = measure(
+                        Case(network, key, options.amp, options.small, device=options.device), around, limit
+                    )
                     results[network] = {each: rows[each] for each in known(list(rows))}
                     save(name, results)
                 print(describe_row(network, rows[key], rows, limit), flush=True)

@@ -33,15 +33,32 @@ def test_the_line_foretells_another_batch(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log:
         around = Surroundings(str(tmp_path / "cache"), log, 600)
         case = Case("unet", "eager", small=True)
-        row = largest.measure(case, around)
+        row = largest.measure(case, around, 1)
         four = largest.peaks(Case("unet", "eager", small=True, times=4), around)
     assert four["rows"] == 16
     assert largest.largest_batch(row["measured"], four["step 1"] * 1.02) == 16
 
 
+def test_larger_batches_are_measured_until_half_the_limit_is_reached(tmp_path: Path, monkeypatch: Any) -> None:
+    """With few rows the peak of a step may be gradients, and with many what grows with the rows."""
+    asked: list[int] = []
+
+    def peaks(case: Case, around: object) -> dict[str, float]:
+        asked.append(case.times)
+        rows = 4.0 * case.times
+        return {"rows": rows, "step 1": max(400 + rows, 25 * rows), "step 2": 100 + 10 * rows}
+
+    monkeypatch.setattr(largest, "peaks", peaks)
+    row = largest.measure(Case("unet", "eager"), Surroundings(str(tmp_path), sys.stderr, 1), 4000.0)
+    assert asked[:2] == [1, 2] and 2000 <= 25 * 4 * asked[-1] < 4000
+    assert largest.largest_batch(row["measured"], 4000.0) == 4000 // 25
+
+
 def test_a_run_is_resumed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("GACT_FX_RESULTS", str(tmp_path))
-    monkeypatch.setattr(largest, "peaks", lambda case, around: measured(10, 1)[case.times - 1])
+    monkeypatch.setattr(
+        largest, "peaks", lambda case, around: {"rows": 4.0 * case.times, "step": 100 + 40.0 * case.times}
+    )
     asked = ["largest_batch.py", "unet", "--small", "--memory", "1.1e-6", "--methods"]
     monkeypatch.setattr(sys, "argv", [*asked, "eager", "compile"])
     largest.main()
@@ -58,7 +75,7 @@ def test_a_run_is_resumed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_method_that_fails_says_why(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log:
-        row = largest.measure(Case("no such network", "eager"), Surroundings(str(tmp_path), log, 600))
+        row = largest.measure(Case("no such network", "eager"), Surroundings(str(tmp_path), log, 600), 1)
     assert "KeyError" in row["failed"] and "KeyError" in largest.describe_row("unet", row, {}, 1e9)
     with pytest.raises(RuntimeError, match="nothing was measured"):
         largest.draw({}, tmp_path / "figure.png", 1e9, "a machine", "fp32")
