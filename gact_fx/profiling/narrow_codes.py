@@ -25,22 +25,16 @@ decompress = torch.ops.gact_fx.decompress.default
 LEAST_WHERE_BENT = 6
 
 
-def narrowed_forward(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> Compiled:
-    """Runs the pair's forward graph, writing codes of ``bits`` where it can."""
-    copied = replace(pair, forward=copy_module(pair.forward))
+def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compiled, Compiled]:
+    """Forward of the pair, writing codes of ``bits`` where it can, and backward, reading these or the pair's own."""
+    copied = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
     for value, width in _widths(copied, analysis, bits):
         value.source.target = partial(_compress, width)
-    return without_views(interpret_graph(copied.forward), pair.num_user_outputs)
-
-
-def narrowed_backward(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> Compiled:
-    """Runs the pair's backward graph on these codes, or the pair's own."""
-    copied = replace(pair, backward=copy_module(pair.backward))
-    for value, width in _widths(copied, analysis, bits):
         for reader in value.placeholder.users:
             if reader.target is decompress:
                 reader.target = partial(_decompress, width)
-    return interpret_graph(copied.backward)
+    forward = without_views(interpret_graph(copied.forward), pair.num_user_outputs)
+    return forward, interpret_graph(copied.backward)
 
 
 def _widths(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> list[tuple[SavedValue, int]]:

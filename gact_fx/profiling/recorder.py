@@ -14,7 +14,7 @@ from gact_fx.graphs.dynamo import in_backward
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.gradients import sketch
-from gact_fx.profiling.narrow_codes import narrowed_backward, narrowed_forward
+from gact_fx.profiling.narrow_codes import narrowed
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")
@@ -55,6 +55,8 @@ class Recorder:
     # Of a step of one graph, by which it is known, a few rows instead of the tape; and whether that did not do.
     _few_rows: dict[Hashable, FewRows] = field(default_factory=dict, init=False)
     _is_whole: bool = field(default=False, init=False)
+    # By graph, forward with codes of ``narrow_bits``, and backward for as long as anybody may run it behind that.
+    _narrowed: dict[Hashable, tuple[Compiled, Compiled]] = field(default_factory=dict, init=False)
     # Whether the tape lacks a run of the present step.
     _is_partial: bool = field(default=False, init=False)
     _pending: tuple[FewRows, LeafGradients] | None = field(default=None, init=False)
@@ -88,7 +90,6 @@ class Recorder:
 
     def forward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the forward graph ``key``, watched."""
-        narrow = run if self.narrow_bits is None else narrowed_forward(pair, analysis, self.narrow_bits)
 
         def call(arguments: list[Any]) -> Any:
             # Checkpointing around the graph runs it again, and its first run stands for both.
@@ -98,7 +99,9 @@ class Recorder:
             inputs = list(arguments) if self._tape is not None else []
             with self._abandoning():
                 is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
-                outputs = (narrow if is_cut else run)(arguments)
+                if is_cut and self.narrow_bits is not None and key not in self._narrowed:
+                    self._narrowed[key] = narrowed(pair, analysis, self.narrow_bits)
+                outputs = (self._narrowed[key][0] if is_cut and key in self._narrowed else run)(arguments)
             if is_cut:
                 self._of_few(lambda few: few.keep_outputs(outputs[: pair.num_user_outputs]))
             elif self._tape is not None:
@@ -109,8 +112,6 @@ class Recorder:
 
     def backward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the backward graph ``key``, watched."""
-        if self.narrow_bits is not None:
-            run = narrowed_backward(pair, analysis, self.narrow_bits)
 
         def call(arguments: list[Any]) -> Any:
             inputs: Sequence[Any] = []
@@ -125,7 +126,7 @@ class Recorder:
                 lasting = with_copies(pair, analysis, arguments) if self.copies() else arguments
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
-                result = run(arguments)
+                result = (self._narrowed[key][1] if key in self._narrowed else run)(arguments)
             if few is not None:
                 self._of_few(lambda few: few.keep_results(result))
             elif self._tape is not None:

@@ -162,6 +162,21 @@ def test_the_gradient_of_the_step_itself_is_unbiased(cut: list[tuple[int, int]])
     assert relative_error(mean, expected) < alone / 3
 
 
+def test_the_step_itself_can_be_differentiated_again_later(cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model, x = Net("mean"), torch.randn(ROWS, 4, WIDTH)
+    model.drop.p = 0.0
+    exact = copy.deepcopy(model)
+    exact(x).backward()
+    expected, first = gradients(exact), compiled(model)(x)
+    for _ in range(2):
+        first.backward(retain_graph=True)
+        assert relative_error(gradients(model), expected) < 0.2
+        # By the plan, which the rows have led to.
+        model(x).backward()
+        assert relative_error(gradients(model), expected) < 0.2 and len(cut) == 1
+
+
 def test_what_waits_to_be_profiled_is_a_few_rows() -> None:
     torch.manual_seed(0)
     model, x = compiled(Net()), torch.randn(4096, 4, WIDTH)
