@@ -62,7 +62,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("read_masks", read_masks, edits=BACKWARD, gives="exact_masks", unfinished=True),
     Pass("read_values", read_values, edits=BACKWARD),
     Pass("defer_recomputation", defer_recomputation, edits=BACKWARD),
-    Pass("spread_numbers", spread_numbers, edits=BACKWARD, when=lambda c: c.is_profiling),
+    Pass("spread_numbers", spread_numbers, edits=BOTH, when=lambda c: c.is_profiling),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),

@@ -8,6 +8,7 @@ the others is there (Sethi and Ullman, "The generation of optimal code for arith
 
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
@@ -18,11 +19,14 @@ from gact_fx.passes.pipeline import Context
 
 
 def defer_recomputation(pair: GraphPair, context: Context) -> None:
-    """Reorder ``pair.backward`` in place; only nodes that do not depend on tangents move."""
+    """Reorder ``pair.backward`` in place; of what depends on tangents only that moves which is larger than these are."""
     graph = pair.backward.graph
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
-    movable = {node for node in graph.nodes if node.op == "call_function" and node not in depends and node.users}
+    movable: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.users and (node not in depends or _grows(node, depends, movable)):
+            movable.add(node)
     excess = _excess(graph, movable)
     # From the end: a node is placed when all that read it are.
     waiting = {node: len(node.users) for node in movable}
@@ -35,6 +39,21 @@ def defer_recomputation(pair: GraphPair, context: Context) -> None:
             ready += _released(node, waiting, excess)
 
 
+def _grows(node: fx.Node, depends: Collection[fx.Node], movable: set[fx.Node]) -> bool:
+    """Whether a gradient is larger than those that it is made of, or a view of such a one, and backward goes on."""
+    if node.graph.output_node() in node.users:
+        return False
+    gradients = [source for source in node.all_input_nodes if source in depends]
+    if returns_alias(node.target):
+        return movable.issuperset(gradients)
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and _nbytes(node) > sum(map(_nbytes, gradients))
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(storages(node).values())
+
+
 def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, int]) -> list[fx.Node]:
     """What ``user`` was the last to wait for, in the order in which it is to be computed."""
     sources = [source for source in user.all_input_nodes if source in waiting]
@@ -43,17 +62,17 @@ def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, 
     return sorted((s for s in sources if not waiting[s]), key=excess.__getitem__, reverse=True)
 
 
-def _excess(graph: fx.Graph, movable: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """By node of ``movable``, the bytes that computing it takes beyond its own, shared values counted for each."""
+def _excess(graph: fx.Graph, movable: set[fx.Node]) -> dict[fx.Node, int]:
+    """By node of ``movable``, the bytes that computing it takes beyond its own. What others read, too, is there anyway."""
     peaks: dict[fx.Node, int] = {}
     sizes: dict[fx.Node, int] = {}
     for node in (node for node in graph.nodes if node in movable):
-        sources = [source for source in node.all_input_nodes if source in movable]
+        sources = [source for source in node.all_input_nodes if source in movable and len(source.users) == 1]
         there = peak = 0
         for source in sorted(sources, key=lambda s: peaks[s] - sizes[s], reverse=True):
             peak = max(peak, there + peaks[source])
             there += sizes[source]
         is_view = returns_alias(node.target)
-        sizes[node] = there if is_view else sum(storages(node).values())
+        sizes[node] = there if is_view else _nbytes(node)
         peaks[node] = peak if is_view else max(peak, there + sizes[node])
     return {node: peaks[node] - sizes[node] for node in peaks}

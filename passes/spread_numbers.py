@@ -1,7 +1,7 @@
 """Spread one number over a tensor that is full of it, while a graph runs operator by operator.
 
 Compiled code never makes such a tensor. Operator by operator it is made, layers of one size share it, and it lives
-through all of backward. The gradient of an embedding is scattered into zeros as large as its table: the operator
+through all of them. The gradient of an embedding is scattered into zeros as large as its table: the operator
 copies them first, and both would be there at once.
 """
 
@@ -21,8 +21,12 @@ _WRITERS = (
 
 
 def spread_numbers(pair: GraphPair, context: Context) -> None:
-    """Edit backward in place."""
-    graph = pair.backward.graph
+    """Edit both graphs in place."""
+    for module in (pair.forward, pair.backward):
+        _spread(module.graph)
+
+
+def _spread(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.full.default):
         size, number = node.args
         if not size or not all(_takes_any_layout(user, node) for user in node.users):
