@@ -41,19 +41,29 @@ def fresh(name: str, precision: str, real: bool) -> Network:
     return model.bfloat16() if precision == "bf16" else model, batch, autocast_loss
 
 
-def measure(name: str, budgets: list[float], precision: str = "fp32", real: bool = False) -> Iterator[dict[str, float]]:
-    """Bytes of one training step of a fresh network in each way, budget by budget."""
+def without(name: str, precision: str = "fp32", real: bool = False, *, compiled: bool) -> int:
+    """Bytes of one training step of a fresh network without gact_fx, ``compiled`` by torch.compile or not."""
     torch._dynamo.reset()
     model, batch, loss_fn = fresh(name, precision, real)
-    eager = held(model, batch, loss_fn(model, batch))
-    model.compile()
-    inductor = held(model, batch, loss_fn(model, batch))
+    if compiled:
+        model.compile()
+    return held(model, batch, loss_fn(model, batch))
+
+
+def at(budget_bits: float, name: str, precision: str = "fp32", real: bool = False) -> tuple[int, int]:
+    """Bytes of one planned step of a fresh network, measured and predicted."""
+    torch._dynamo.reset()
+    model, batch, loss_fn = fresh(name, precision, real)
+    gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
+    return held(model, batch, loss_fn(model, batch)), gact_fx.inspect(model).bytes_after
+
+
+def measure(name: str, budgets: list[float], precision: str = "fp32", real: bool = False) -> Iterator[dict[str, float]]:
+    """Bytes of one training step of a fresh network in each way, budget by budget."""
+    eager, inductor = (without(name, precision, real, compiled=compiled) for compiled in (False, True))
     for budget_bits in budgets:
-        model, batch, _ = fresh(name, precision, real)
-        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
-        compressed = held(model, batch, loss_fn(model, batch))
-        predicted = gact_fx.inspect(model).bytes_after
-        yield {"eager": eager, "torch.compile": inductor, "gact_fx": compressed, "predicted": predicted}
+        found, predicted = at(budget_bits, name, precision, real)
+        yield {"eager": eager, "torch.compile": inductor, "gact_fx": found, "predicted": predicted}
 
 
 def main() -> None:

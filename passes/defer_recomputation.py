@@ -1,9 +1,11 @@
 """Move what backward computes from saved values to right before its first use, so that it lives as briefly as it can.
 
 The partitioner orders recomputed chains for the values that they were cut from. Once part of a chain is read from a
-blob instead, what remains would be decompressed long before it is needed, many layers at a time. Of several values that
-one node reads, the one that takes most memory beyond its own size while it is computed comes first, when the least of
-the others is there (Sethi and Ullman, "The generation of optimal code for arithmetic expressions", J. ACM 1970).
+blob instead, what remains would be decompressed long before it is needed, many layers at a time. A gradient that is
+larger than those that it is made of waits, too: behind a wide layer, until the layer's weight has its gradient. Of
+several values that one node reads, the one that takes most memory beyond its own size while it is computed comes first,
+when the least of the others is there (Sethi and Ullman, "The Generation of Optimal Code for Arithmetic Expressions",
+J. ACM 1970).
 """
 
 from collections.abc import Collection
@@ -14,18 +16,19 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import dependents
 from gact_fx.graphs.live_memory import storages
-from gact_fx.graphs.operators import returns_alias
+from gact_fx.graphs.operators import returns_alias, writes
 from gact_fx.passes.pipeline import Context
 
 
 def defer_recomputation(pair: GraphPair, context: Context) -> None:
-    """Reorder ``pair.backward`` in place; of what depends on tangents only that moves which is larger than these are."""
+    """Reorder ``pair.backward`` in place; what depends on tangents moves only where it grows."""
     graph = pair.backward.graph
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
     movable: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and node.users and (node not in depends or _grows(node, depends, movable)):
+        may_move = node.op == "call_function" and bool(node.users) and not writes(node.target)
+        if may_move and (node not in depends or _grows(node, depends, movable)):
             movable.add(node)
     excess = _excess(graph, movable)
     # From the end: a node is placed when all that read it are.
@@ -63,7 +66,10 @@ def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, 
 
 
 def _excess(graph: fx.Graph, movable: set[fx.Node]) -> dict[fx.Node, int]:
-    """By node of ``movable``, the bytes that computing it takes beyond its own. What others read, too, is there anyway."""
+    """By node of ``movable``, the bytes beyond its own that it takes to compute it.
+
+    What others read, too, is there anyway.
+    """
     peaks: dict[fx.Node, int] = {}
     sizes: dict[fx.Node, int] = {}
     for node in (node for node in graph.nodes if node in movable):

@@ -29,6 +29,11 @@ def returns_alias(target: Any) -> bool:
     return any(result.alias_info is not None for result in getattr(schema, "returns", ()))
 
 
+def writes(target: Any) -> bool:
+    """Whether an operator writes to an argument, as its schema says."""
+    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
 def has_kernel(operator: str, device_type: str) -> bool:
     """Whether ``operator`` ("namespace::name") has a kernel of its own for a device type, such as "cuda"."""
     try:

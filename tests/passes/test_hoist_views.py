@@ -41,3 +41,28 @@ def test_every_view_stands_behind_what_it_is_a_view_of(trace: Trace) -> None:
     pair.forward.graph.lint()
     for a, b in zip(torch.fx.Interpreter(pair.forward).run(*arguments), before, strict=True):
         assert torch.equal(a, b)
+
+
+class Counting(nn.Module):
+    """The new value of a buffer is known before the old one was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("last", torch.zeros(32))
+        self.last: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, hidden = x.detach().mean(0), self.linear(x)
+        seen = (self.last + hidden.detach()).sum()
+        self.last.copy_(mean)
+        return hidden.square().sum() + seen
+
+
+def test_what_writes_to_an_input_waits_for_those_who_read_it(trace: Trace) -> None:
+    pair = trace(Counting(), torch.randn(16, 32), inner="inductor")
+    run_pass("hoist_views", pair)
+    (write,) = pair.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    buffer = write.args[0]
+    assert isinstance(buffer, torch.fx.Node)
+    assert len(buffer.users) > 1 and max(buffer.users) is write
