@@ -14,6 +14,7 @@ draws what there is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import sys
@@ -34,9 +35,9 @@ TITLES = {
     "bert-12": "BERT-base, 256 tokens", "resnet50": "ResNet-50, 224 x 224 pixels", "gpt2-12": "GPT-2, 512 tokens",
 }  # fmt: skip
 USUAL = ("eager", "compile", "checkpoint-eager", "checkpoint", "budget-0.5", "budget-0", "gact-4", "gact-2")
-# Batches that are measured beyond two; each has a share of the rows that there is room for by the line so far, and at
-# most so many times those of the batch before.
-MOST_LARGER, SHARE, MOST_TIMES = 4, 0.6, 4
+# Batches that are measured of one method; those beyond two have a share of the rows that there is room for by the line
+# so far, and at most so many times those of the batch before.
+MOST_MEASURED, SHARE, MOST_TIMES = 6, 0.6, 4
 Row = dict[str, Any]
 
 
@@ -47,19 +48,28 @@ def peaks(case: Case, around: Surroundings) -> dict[str, float]:
 
 
 def measure(case: Case, around: Surroundings, limit: float) -> Row:
-    """One row: what was measured at two batches and more, the last of which takes half of ``limit`` bytes."""
+    """One row: what was measured at two batches, and at larger ones until the peak is half of ``limit`` bytes.
+
+    Where a larger batch fails, it says why, and the line goes through those before.
+    """
     row: Row = {"label": METHODS[case.method].label}
+    found: list[dict[str, float]] = []
     try:
-        found = [peaks(replace(case, times=times), around) for times in (1, 2)]
-        for _ in range(MOST_LARGER):
+        for times in (1, 2):
+            found.append(peaks(replace(case, times=times), around))
+        while worst(found[-1]) < limit / 2 and len(found) < MOST_MEASURED:
             first, last = found[0]["rows"], found[-1]["rows"]
-            rows = min(SHARE * largest_batch(found, limit), MOST_TIMES * last)
-            if worst(found[-1]) >= limit / 2 or rows <= last:
+            rows = MOST_TIMES * last
+            # Where no step takes more memory yet, a larger batch tells.
+            with contextlib.suppress(ValueError):
+                rows = min(SHARE * largest_batch(found, limit), rows)
+            if rows <= last:
                 break
             found.append(peaks(replace(case, times=math.ceil(rows / first)), around))
-        row["measured"] = found
     except Failure as failure:
         row["failed"] = str(failure)
+    if len(found) > 1:
+        row["measured"] = found
     return row
 
 
@@ -86,13 +96,14 @@ def largest_batch(measured: list[dict[str, float]], limit: float) -> int:
 
 
 def describe_row(network: str, row: Row, rows: dict[str, Row], limit: float) -> str:
-    if "failed" in row:
+    if "measured" not in row:
         return f"{network:9} {row['label']:31} {row['failed']}"
     size = largest_batch(row["measured"], limit)
+    failed = f"; with more rows: {row['failed']}" if "failed" in row else ""
     last = row["measured"][-1]
     plain = rows.get("compile", {}).get("measured")
     times = f"{size / max(largest_batch(plain, limit), 1):9.1f}x" if plain else ""
-    return f"{network:9} {row['label']:31} {worst(last) / 1e6:9.1f} {last['rows']:9.0f} {size:8} {times}"
+    return f"{network:9} {row['label']:31} {worst(last) / 1e6:9.1f} {last['rows']:9.0f} {size:8} {times}{failed}"
 
 
 def draw(results: dict[str, dict[str, Row]], path: Path, limit: float, machine: str, how: str) -> None:

@@ -60,7 +60,8 @@ def compile(
             included, in [1, 16]; ``None`` gives exactly torch.compile. The other options are those of :class:`Config`,
             which has all descriptions and defaults.
         sample_batches: batches to choose the bits on, before training; of a loader the first 8 are taken. Without them
-            the first training step is the sample, and runs at 8 bits, operator by operator.
+            the first training step is the sample, and runs operator by operator, with one width for all tensors: 8
+            bits, or of a large model the whole number below ``budget_bits``, 4 at least.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss of one sample batch. Default: ``model(**batch)`` or
             ``model(*batch)``, and its ``.loss`` or, where it is a scalar, the output itself.
         config: all options at once, or one of GACT's level names (``"L2"``). Options given beside it are laid over it.

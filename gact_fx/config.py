@@ -75,8 +75,8 @@ class Config:
             reverse passes through backward; or ``"empirical"`` (GACT, Algorithm 1), a backward pass for each tensor.
         profile_draws: random probes per sample batch, or perturbed gradients per tensor and sample batch.
         profile_every: measure again every so many training steps (at most every second one). Another plan is made
-            where widths would change and the gain is worth a compilation. None: never. Steps that are measured run as
-            the first one does, at 8 bits and operator by operator.
+            where widths would change and the gain is worth a compilation. None: never. Steps that are measured run at 8
+            bits and operator by operator.
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as

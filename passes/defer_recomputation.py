@@ -1,36 +1,29 @@
 """Move what backward computes from saved values to right before its first use, so that it lives as briefly as it can.
 
 The partitioner orders recomputed chains for the values that they were cut from. Once part of a chain is read from a
-blob instead, what remains would be decompressed long before it is needed, many layers at a time. A gradient that is
-larger than those that it is made of waits, too: behind a wide layer, until the layer's weight has its gradient. Of
-several values that one node reads, the one that takes most memory beyond its own size while it is computed comes first,
-when the least of the others is there (Sethi and Ullman, "The Generation of Optimal Code for Arithmetic Expressions",
-J. ACM 1970).
+blob instead, what remains would be decompressed long before it is needed, many layers at a time. Of several values that
+one node reads, the one that takes most memory beyond its own size while it is computed comes first, when the least of
+the others is there (Sethi and Ullman, "The Generation of Optimal Code for Arithmetic Expressions", J. ACM 1970).
 """
 
-from collections.abc import Collection
-
-import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import dependents
 from gact_fx.graphs.live_memory import storages
-from gact_fx.graphs.operators import returns_alias, writes
+from gact_fx.graphs.operators import has_collectives, returns_alias, writes
 from gact_fx.passes.pipeline import Context
 
 
 def defer_recomputation(pair: GraphPair, context: Context) -> None:
-    """Reorder ``pair.backward`` in place; what depends on tangents moves only where it grows."""
+    """Reorder ``pair.backward`` in place; only nodes that do not depend on tangents move."""
     graph = pair.backward.graph
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
-    movable: set[fx.Node] = set()
-    for node in graph.nodes:
-        may_move = node.op == "call_function" and bool(node.users) and not writes(node.target)
-        if may_move and (node not in depends or _grows(node, depends, movable)):
-            movable.add(node)
-    excess = _excess(graph, movable)
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.users and node not in depends]
+    movable = {node for node in calls if not writes(node.target)}
+    # Ranks have to meet in one order, whatever the sizes of their batches.
+    excess = dict.fromkeys(movable, 0) if has_collectives(graph) else _excess(graph, movable)
     # From the end: a node is placed when all that read it are.
     waiting = {node: len(node.users) for node in movable}
     for anchor in reversed([node for node in graph.nodes if node not in movable]):
@@ -42,21 +35,6 @@ def defer_recomputation(pair: GraphPair, context: Context) -> None:
             ready += _released(node, waiting, excess)
 
 
-def _grows(node: fx.Node, depends: Collection[fx.Node], movable: set[fx.Node]) -> bool:
-    """Whether a gradient is larger than those that it is made of, or a view of such a one, and backward goes on."""
-    if node.graph.output_node() in node.users:
-        return False
-    gradients = [source for source in node.all_input_nodes if source in depends]
-    if returns_alias(node.target):
-        return movable.issuperset(gradients)
-    is_operator = isinstance(node.target, torch._ops.OpOverload)
-    return is_operator and _nbytes(node) > sum(map(_nbytes, gradients))
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(storages(node).values())
-
-
 def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, int]) -> list[fx.Node]:
     """What ``user`` was the last to wait for, in the order in which it is to be computed."""
     sources = [source for source in user.all_input_nodes if source in waiting]
@@ -66,19 +44,16 @@ def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, 
 
 
 def _excess(graph: fx.Graph, movable: set[fx.Node]) -> dict[fx.Node, int]:
-    """By node of ``movable``, the bytes beyond its own that it takes to compute it.
-
-    What others read, too, is there anyway.
-    """
+    """By node of ``movable``, the bytes beyond its own that it takes to compute it, shared values counted for each."""
     peaks: dict[fx.Node, int] = {}
     sizes: dict[fx.Node, int] = {}
     for node in (node for node in graph.nodes if node in movable):
-        sources = [source for source in node.all_input_nodes if source in movable and len(source.users) == 1]
+        sources = [source for source in node.all_input_nodes if source in movable]
         there = peak = 0
         for source in sorted(sources, key=lambda s: peaks[s] - sizes[s], reverse=True):
             peak = max(peak, there + peaks[source])
             there += sizes[source]
         is_view = returns_alias(node.target)
-        sizes[node] = there if is_view else _nbytes(node)
+        sizes[node] = there if is_view else sum(storages(node).values())
         peaks[node] = peak if is_view else max(peak, there + sizes[node])
     return {node: peaks[node] - sizes[node] for node in peaks}

@@ -11,6 +11,7 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, add_full
 from gact_fx.graphs.linearity import is_pointwise
+from gact_fx.graphs.sizes import have_same_shape, is_same
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -29,19 +30,23 @@ def spread_numbers(pair: GraphPair, context: Context) -> None:
 def _spread(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.full.default):
         size, number = node.args
-        if not size or not all(_takes_any_layout(user, node) for user in node.users):
-            continue
-        with graph.inserting_before(node):
-            one = add_full(graph, [], number, node.meta["val"])
-            node.replace_all_uses_with(add_call(graph, aten.expand.default, (one, size), f"{node.name}_spread"))
-        graph.erase_node(node)
+        is_number = isinstance(number, int | float) and bool(size)
+        if is_number and all(_takes_any_layout(user, node) for user in node.users):
+            with graph.inserting_before(node):
+                one = add_full(graph, [], number, node.meta["val"])
+                node.replace_all_uses_with(add_call(graph, aten.expand.default, (one, size), f"{node.name}_spread"))
+            graph.erase_node(node)
 
 
 def _takes_any_layout(user: fx.Node, node: fx.Node) -> bool:
-    """Whether the result of ``user`` is laid out the same however ``node`` is."""
+    """Whether the result of ``user`` is laid out the same however ``node`` is: as all else that has its shape."""
     if user.target in _WRITERS:
         return user.all_input_nodes.index(node) == 0
+    like = node.meta["val"]
     beside = [source.meta.get("val") for source in user.all_input_nodes if source is not node]
-    shape = node.meta["val"].shape
-    alike = [x for x in beside if isinstance(x, torch.Tensor) and x.shape == shape and x.is_contiguous()]
-    return is_pointwise(user) and bool(alike)
+    alike = [x for x in beside if isinstance(x, torch.Tensor) and have_same_shape(x, like)]
+    return is_pointwise(user) and bool(alike) and all(_have_same_strides(x, like) for x in alike)
+
+
+def _have_same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return all(is_same(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))

@@ -54,6 +54,26 @@ def test_larger_batches_are_measured_until_half_the_limit_is_reached(tmp_path: P
     assert largest.largest_batch(row["measured"], 4000.0) == 4000 // 25
 
 
+def test_what_fails_with_more_rows_leaves_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    def peaks(case: Case, around: object) -> dict[str, float]:
+        if case.times > 2:
+            raise largest.Failure("no answer")
+        return {"rows": 4.0 * case.times, "step 1": 400 + case.times}
+
+    monkeypatch.setattr(largest, "peaks", peaks)
+    row = largest.measure(Case("unet", "eager"), Surroundings(str(tmp_path), sys.stderr, 1), 4000.0)
+    assert [each["rows"] for each in row["measured"]] == [4, 8]
+    assert "with more rows: no answer" in largest.describe_row("unet", row, {}, 4000.0)
+
+
+def test_where_few_rows_take_nothing_more_are_tried(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        largest, "peaks", lambda case, around: {"rows": 4.0 * case.times, "step 1": max(400.0, 40.0 * case.times)}
+    )
+    row = largest.measure(Case("unet", "eager"), Surroundings(str(tmp_path), sys.stderr, 1), 4000.0)
+    assert largest.largest_batch(row["measured"], 4000.0) == 400
+
+
 def test_a_run_is_resumed_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("GACT_FX_RESULTS", str(tmp_path))
     monkeypatch.setattr(

@@ -19,6 +19,12 @@ def top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def caller_has_hooks() -> bool:
+    """Whether the innermost hooks are not a model's own (which have a ``pause``) but, say, those of checkpointing."""
+    hooks = top_hooks()
+    return bool(hooks) and not hasattr(hooks[0], "pause")
+
+
 def hooks_are_forbidden() -> bool:
     """Whether hooks cannot be set, as within ``torch.func.grad``."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
@@ -38,7 +44,7 @@ def paused() -> Iterator[None]:
     """Within, no model's hooks are active (they have a ``pause``): compiled graphs store what they save themselves."""
     hooks = top_hooks()
     with contextlib.ExitStack() as stack:
-        if hooks and hasattr(hooks[0], "pause"):
+        if hooks and not caller_has_hooks():
             stack.enter_context(hooks[0].pause())
         yield
 

@@ -9,6 +9,7 @@ what it is), ``OpOverload._opname`` and ``_schema`` (public would be the same wi
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
@@ -32,6 +33,11 @@ def returns_alias(target: Any) -> bool:
 def writes(target: Any) -> bool:
     """Whether an operator writes to an argument, as its schema says."""
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
+def has_collectives(graph: fx.Graph) -> bool:
+    """Whether running ``graph`` takes other ranks."""
+    return any("c10d" in str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
 def has_kernel(operator: str, device_type: str) -> bool:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.operators import has_collectives
 from gact_fx.graphs.replay import Replay
 from gact_fx.graphs.sizes import RowSymbol, known_symbols, with_symbols
 from gact_fx.graphs.trees import tree_map
@@ -59,7 +59,8 @@ class FewRows:
         varying = [node for node in nodes if node.name not in pair.static_inputs]
         symbol = RowSymbol(varying)
         fakes = [node.meta.get("val") for node in nodes]
-        rows = symbol.rows(fakes, inputs) if symbol.is_known and not _has_collectives(pair) else None
+        is_apart = not any(has_collectives(module.graph) for module in (pair.forward, pair.backward))
+        rows = symbol.rows(fakes, inputs) if symbol.is_known and is_apart else None
         if rows is None:
             return None
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
@@ -162,8 +163,3 @@ _COPY = torch.ops.aten.copy_.default
 
 def _is_float(x: object) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _has_collectives(pair: GraphPair) -> bool:
-    graphs: tuple[fx.Graph, ...] = (pair.forward.graph, pair.backward.graph)
-    return any("c10d" in str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function")

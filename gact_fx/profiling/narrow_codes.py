@@ -1,13 +1,12 @@
 """Narrower codes for a step of which a few rows alone are measured.
 
-The rows run apart, on codes of the width for profiling. The step itself, which trains the model, holds the whole batch
-for backward, and would decide the largest batch if its codes were as wide. With these it holds what steps by the plan
-do, and its gradient has for once the noise of codes that are all of one width.
+The rows run apart, with codes of the width for profiling. The step itself, which trains the model, holds the whole
+batch for backward, and would decide the largest batch if its codes were as wide. With narrower ones it holds about as
+much as steps by the plan do. In return this one gradient has the noise of codes that all have one width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from gact_fx.passes.graph_analysis import GraphAnalysis
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
-# Where backward bends, errors of narrow codes are out of proportion.
+# The least width of tensors in which backward is not linear: there narrow codes bias the gradient.
 LEAST_WHERE_BENT = 6
 
 
@@ -29,10 +28,10 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
     """Forward of the pair, writing codes of ``bits`` where it can, and backward, reading these or the pair's own."""
     copied = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
     for value, width in _widths(copied, analysis, bits):
-        value.source.target = partial(_compress, width)
+        value.source.target = _compress(width)
         for reader in value.placeholder.users:
             if reader.target is decompress:
-                reader.target = partial(_decompress, width)
+                reader.target = _decompress(width)
     forward = without_views(interpret_graph(copied.forward), pair.num_user_outputs)
     return forward, interpret_graph(copied.backward)
 
@@ -44,15 +43,24 @@ def _widths(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> list[tuple[S
     return [(v, least[v.name]) for v in codes if least[v.name] < Code.of_compress(v.source.args).bits <= WIDTHS[-1]]
 
 
-def _compress(width: int, x: Tensor, bits: int, *rest: Any) -> Tensor:
-    """A blob of ``width`` bits, one byte longer than it need be: all others have an even number of bytes."""
-    blob = compress(x, width, *rest)
-    return torch.cat([blob, blob.new_zeros(1)])
+def _compress(width: int) -> Callable[..., Tensor]:
+    """Writes blobs of ``width`` bits, one byte longer than they need be: all others have an even number of bytes."""
+
+    def narrow_compress(x: Tensor, bits: int, *rest: Any) -> Tensor:
+        blob = compress(x, width, *rest)
+        return torch.cat([blob, blob.new_zeros(1)])
+
+    return narrow_compress
 
 
-def _decompress(width: int, blob: Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, *rest: Any) -> Tensor:
-    if blob.numel() % 2:
-        # A mask behind the codes has one bit an element whatever they have.
-        blob, bits = blob[:-1], width if dtype.is_floating_point else bits
-    found: Tensor = decompress(blob, size, dtype, bits, *rest)
-    return found
+def _decompress(width: int) -> Callable[..., Tensor]:
+    """Reads these blobs, and others."""
+
+    def narrow_decompress(blob: Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, *rest: Any) -> Tensor:
+        if blob.numel() % 2:
+            # A mask behind the codes has one bit an element whatever they have.
+            blob, bits = blob[:-1], width if dtype.is_floating_point else bits
+        found: Tensor = decompress(blob, size, dtype, bits, *rest)
+        return found
+
+    return narrow_decompress

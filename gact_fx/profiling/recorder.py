@@ -5,12 +5,14 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
+from gact_fx.graphs.hooks import caller_has_hooks
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.gradients import sketch
@@ -56,7 +58,7 @@ class Recorder:
     _few_rows: dict[Hashable, FewRows] = field(default_factory=dict, init=False)
     _is_whole: bool = field(default=False, init=False)
     # By graph, forward with codes of ``narrow_bits``, and backward for as long as anybody may run it behind that.
-    _narrowed: dict[Hashable, tuple[Compiled, Compiled]] = field(default_factory=dict, init=False)
+    _narrowed: WeakKeyDictionary[Any, tuple[Compiled, Compiled]] = field(default_factory=WeakKeyDictionary, init=False)
     # Whether the tape lacks a run of the present step.
     _is_partial: bool = field(default=False, init=False)
     _pending: tuple[FewRows, LeafGradients] | None = field(default=None, init=False)
@@ -99,9 +101,11 @@ class Recorder:
             inputs = list(arguments) if self._tape is not None else []
             with self._abandoning():
                 is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
-                if is_cut and self.narrow_bits is not None and key not in self._narrowed:
-                    self._narrowed[key] = narrowed(pair, analysis, self.narrow_bits)
-                outputs = (self._narrowed[key][0] if is_cut and key in self._narrowed else run)(arguments)
+                # Checkpointing, which runs forward again, compares what it saves then.
+                bits = self.narrow_bits if is_cut and not caller_has_hooks() else None
+                if bits is not None and key not in self._narrowed:
+                    self._narrowed[key] = narrowed(pair, analysis, bits)
+                outputs = (run if bits is None else self._narrowed[key][0])(arguments)
             if is_cut:
                 self._of_few(lambda few: few.keep_outputs(outputs[: pair.num_user_outputs]))
             elif self._tape is not None:

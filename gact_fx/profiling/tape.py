@@ -9,6 +9,7 @@ from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP, Entry, follow
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.operators import has_collectives
 from gact_fx.graphs.tensors import Identity, identity, version
 from gact_fx.passes.graph_analysis import GraphAnalysis
 
@@ -88,7 +89,7 @@ class Step:
     @property
     def has_collectives(self) -> bool:
         """Whether running backward takes other ranks."""
-        return any("c10d" in str(node.target) for node in self.backward.graph.nodes if node.op == "call_function")
+        return has_collectives(self.backward.graph)
 
     @property
     def is_finite(self) -> bool:

@@ -31,6 +31,10 @@ from gact_fx.training.session import Session
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
+class GraphKey:
+    """Identifies a graph for as long as somebody may run it."""
+
+
 class Backend:
     """Rewrites graphs by the session's plan, or all at the profiling width, and compiles them.
 
@@ -57,7 +61,7 @@ class Backend:
             self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
         # What the recorder knows the graph by, also where it is cut in two more than once.
-        key = object()
+        key = GraphKey()
         late = self._split(module)
         # Asked now: what the compiled graph keeps alive must not hold a batch.
         upstream = _upstream(module, example_inputs, session)
@@ -140,7 +144,8 @@ def run_states(
     """Have the session's model run in every state what ``compile(backend)`` gives for the state's backend.
 
     The first steps of training are profiled, or where ``samples`` records them, sample batches. The steps that are
-    profiled again run as these did: what the plan's codes give back lies on their grid, and says little about others.
+    profiled again run operator by operator as these did, at 8 bits: what the plan's codes give back lies on their grid,
+    and says little about others.
     """
     every, lifecycle, learn = session.config.profile_every, session.lifecycle, Learner(session).learn_from
     counts, copies = lambda: ranks.in_step, lambda: ranks.is_sharded

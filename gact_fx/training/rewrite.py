@@ -65,10 +65,15 @@ def rewrite(joint: JointGraph, context: Context, passes: Sequence[Pass]) -> Rewr
 
 
 def narrow_bits(config: Config) -> int | None:
-    """The width for a step that is measured on a few of its rows, None where its own gradient is measured, too."""
+    """The width for a step that is measured on a few of its rows, None where it has `PROFILE_BITS`, too.
+
+    Under ``budget_bytes``, where the plan's widths are not known yet, it is the least one. Under
+    ``max_gradient_noise`` the step's own gradient is compared with the next one.
+    """
     if config.max_gradient_noise is not None or config.budget_bits is None:
         return None
-    return min(max(math.floor(config.budget_bits), TRAINING_BITS), PROFILE_BITS)
+    wanted = TRAINING_BITS if config.budget_bytes is not None else max(math.floor(config.budget_bits), TRAINING_BITS)
+    return wanted if wanted < PROFILE_BITS else None
 
 
 def profiling_plan(analysis: GraphAnalysis, config: Config) -> GraphPlan:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import torch
 from conftest import Trace, passes
 from torch import fx, nn
@@ -41,3 +43,32 @@ def test_no_tensor_is_full_of_one_number(trace: Trace) -> None:
     assert all(node.meta["val"].numel() == 1 for node in left)
     for a, b in zip(fx.Interpreter(pair.backward).run(*arguments), before, strict=True):
         assert a is b is None or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+def spread(trace: Trace, model: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Size]:
+    """The sizes of what is full of one number still, in forward."""
+    pair = trace(model, *inputs)
+    run_passes(passes("spread_numbers"), Context(Config(), is_profiling=True, pair=pair))
+    left = pair.forward.graph.find_nodes(op="call_function", target=full)
+    return [node.meta["val"].shape for node in left if node.meta["val"].dim()]
+
+
+def test_a_number_that_is_not_known_stays(trace: Trace) -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert not spread(trace, lambda x: (x * torch.full(x.shape, 3.0)).sin().sum(), x)
+    assert spread(trace, lambda x: (x * torch.full(x.shape, float(x.shape[0]))).sin().sum(), x)
+
+
+def test_a_result_keeps_its_layout(trace: Trace) -> None:
+    x, y = (torch.randn(size, requires_grad=True) for size in ((16, 8), (8, 16)))
+    assert spread(trace, lambda x, y: torch.addcmul(torch.full(y.shape, 2.0), x.t(), y), x, y) == [(8, 16)]
+    assert not spread(trace, lambda x, y: torch.addcmul(torch.full(y.shape, 2.0), y, y), x, y)
+
+
+def test_sizes_that_depend_on_values_stay(trace: Trace) -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (torch.full((y.nonzero().shape[0], 16), 0.5) * x).sin().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert spread(trace, model, torch.randn(1, 16, requires_grad=True), torch.ones(8))

@@ -11,9 +11,11 @@ import torch
 from conftest import gradients, relative_error
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import gact_fx
-from gact_fx.profiling import few_rows
+from gact_fx.graphs.edit import copy_module
+from gact_fx.profiling import few_rows, narrow_codes
 from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.measure_plan import PlanMeter
 from gact_fx.training import row_tracing
@@ -160,6 +162,39 @@ def test_the_gradient_of_the_step_itself_is_unbiased(cut: list[tuple[int, int]])
     alone = max(relative_error(each, expected) for each in found)
     assert 0.005 < alone < 0.1 and len(cut) == 32
     assert relative_error(mean, expected) < alone / 3
+
+
+def test_checkpointing_around_the_model_runs_it_again_as_it_was(cut: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    model, x = Net("mean"), torch.randn(ROWS, 4, WIDTH)
+    model.drop.p = 0.0
+    exact = copy.deepcopy(model)
+    exact(x).backward()
+    expected = gradients(exact)
+    compiled(model)
+    for _ in range(3):
+        checkpoint(model, x, use_reentrant=False).backward()
+        assert relative_error(gradients(model), expected) < 0.2
+    assert len(cut) == 1
+
+
+def test_what_the_step_itself_ran_is_gone_when_its_graphs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[torch.fx.GraphModule]] = []
+
+    def noted(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        found = copy_module(module)
+        copies.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(narrow_codes, "copy_module", noted)
+    torch.manual_seed(0)
+    model = compiled(Net("mean"))
+    for _ in range(3):
+        model(torch.randn(ROWS, 4, WIDTH)).backward()
+    # The first time the graphs they were made for go.
+    for _ in range(2):
+        gc.collect()
+    assert len(copies) == 2 and not any(each() for each in copies)
 
 
 def test_the_step_itself_can_be_differentiated_again_later(cut: list[tuple[int, int]]) -> None:
