@@ -63,6 +63,14 @@ def compiled(model: nn.Module, **options: object) -> nn.Module:
     return gact_fx.compile(model, inner="eager", min_elements=64, **options)  # type: ignore[arg-type]
 
 
+def without_dropout() -> tuple[Net, Net]:
+    """A network with a loss of its own, and a copy to compare gradients with."""
+    torch.manual_seed(0)
+    model = Net("mean")
+    model.drop.p = 0.0
+    return model, copy.deepcopy(model)
+
+
 def variance(model: nn.Module) -> float:
     plan = gact_fx.inspect(model).plan
     assert plan is not None and plan.variance is not None
@@ -165,10 +173,8 @@ def test_the_gradient_of_the_step_itself_is_unbiased(cut: list[tuple[int, int]])
 
 
 def test_checkpointing_around_the_model_runs_it_again_as_it_was(cut: list[tuple[int, int]]) -> None:
-    torch.manual_seed(0)
-    model, x = Net("mean"), torch.randn(ROWS, 4, WIDTH)
-    model.drop.p = 0.0
-    exact = copy.deepcopy(model)
+    model, exact = without_dropout()
+    x = torch.randn(ROWS, 4, WIDTH)
     exact(x).backward()
     expected = gradients(exact)
     compiled(model)
@@ -198,10 +204,8 @@ def test_what_the_step_itself_ran_is_gone_when_its_graphs_are(monkeypatch: pytes
 
 
 def test_the_step_itself_can_be_differentiated_again_later(cut: list[tuple[int, int]]) -> None:
-    torch.manual_seed(0)
-    model, x = Net("mean"), torch.randn(ROWS, 4, WIDTH)
-    model.drop.p = 0.0
-    exact = copy.deepcopy(model)
+    model, exact = without_dropout()
+    x = torch.randn(ROWS, 4, WIDTH)
     exact(x).backward()
     expected, first = gradients(exact), compiled(model)(x)
     for _ in range(2):
@@ -385,10 +389,7 @@ def test_a_forward_pass_without_backward_is_forgotten(cut: list[tuple[int, int]]
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_runs_of_a_graph_in_one_step_are_profiled_whole(together: bool, cut: list[tuple[int, int]]) -> None:
-    torch.manual_seed(0)
-    model = Net("mean")
-    model.drop.p = 0.0
-    exact = copy.deepcopy(model)
+    model, exact = without_dropout()
     compiled(model)
     for _ in range(4):
         batches = [torch.randn(ROWS, 4, WIDTH) for _ in range(2)]
