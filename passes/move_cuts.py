@@ -27,7 +27,7 @@ def move_cuts(pair: GraphPair, context: Context) -> None:
     """Edit both graphs in place."""
     derivable = derivable_nodes(pair)
     for value in _movable(pair):
-        total = _last_joining(value.placeholder, derivable)
+        total = _last_joining(value.placeholder, derivable, context.config.min_elements)
         if total is not None:
             pair.replace_saved(value, ForwardEditor(pair, {}).derive(total))
             replace_reads(total, value.placeholder, set())
@@ -43,19 +43,25 @@ def _movable(pair: GraphPair) -> list[SavedValue]:
     return [value for value in is_alone if value.source.op == "call_function" and is_float(value.source)]
 
 
-def _is_stored_alike(node: fx.Node, start: fx.Node) -> bool:
-    """Whether ``node`` can be stored in codes, and takes no more bytes an element where it is not."""
-    dtype = node.meta["val"].dtype
-    return dtype in SOURCE_DTYPES and dtype.itemsize <= start.meta["val"].dtype.itemsize
+def _is_stored_alike(node: fx.Node, start: fx.Node, least: int) -> bool:
+    """Whether ``node`` can be stored in codes, and takes about as many bytes as ``start`` then.
+
+    Under autocast the sums of a residual stream are in float32, and what is added to them is not. Their codes differ by
+    the minimum of a group. Of fewer elements than ``least`` there are no codes.
+    """
+    dtype, before = node.meta["val"].dtype, start.meta["val"].dtype
+    if dtype.itemsize <= before.itemsize:
+        return dtype in SOURCE_DTYPES
+    return dtype is torch.float32 and numel(node) >= least
 
 
-def _last_joining(start: fx.Node, derivable: Collection[fx.Node]) -> fx.Node | None:
+def _last_joining(start: fx.Node, derivable: Collection[fx.Node], least: int) -> fx.Node | None:
     """The last node that joins something as large to ``start``, by affine operators, and that all reads go through."""
     chain = dependents_within(start, derivable)
     for node in sorted(chain - {start}, reverse=True):
         joins = any(is_float(i) and numel(i) == numel(start) and i not in chain for i in node.all_input_nodes)
         fits = joins and bool(node.users) and is_float(node) and numel(node) == numel(start)
-        if fits and _is_stored_alike(node, start) and is_read_through([node], start, chain, derivable):
+        if fits and _is_stored_alike(node, start, least) and is_read_through([node], start, chain, derivable):
             before = dependents_within(start, derivable, {node.name})
             return None if bends({*before, node}, [start]) else node
     return None

@@ -46,7 +46,8 @@ STAY: dict[str, Callable[[torch.Tensor], object]] = {
     "read otherwise": lambda x: (lambda y: (y + X).tanh() * y.sin())(x @ WEIGHTS[0]),
     "bent before": lambda x: (lambda y: (y.sin() + X).tanh())(x @ WEIGHTS[0]),
     "returned": lambda x: (lambda y: (y, (y + X).tanh()))(x @ WEIGHTS[0]),
-    "of a wider sum": lambda x: ((x @ WEIGHTS[0]).bfloat16() + X).sin(),
+    "of a sum in float64": lambda x: ((x @ WEIGHTS[0]) + X.double()).sin(),
+    "of a small sum in float32": lambda x: ((x[:4] @ WEIGHTS[0]).bfloat16() + X[:4]).sin(),
     "in one memory": lambda x: (lambda y: (y[:, :32] + X[:, :32]).tanh() * y[:, 32:].sin())(x @ WEIGHTS[0]),
 }
 
@@ -57,3 +58,10 @@ def test_what_stays(trace: Trace, name: str) -> None:
     before = saved(pair)
     run_pass("move_cuts", pair)
     assert saved(pair) == before and before
+
+
+def test_sums_under_autocast_are_saved_although_they_are_wider(trace: Trace) -> None:
+    pair = trace(lambda x: ((x @ WEIGHTS[0]).bfloat16() + X).sin(), X, recompute="auto")
+    assert saved(pair) == ["aten._to_copy.default"]
+    run_pass("move_cuts", pair)
+    assert saved(pair) == ["aten.add.Tensor"]
