@@ -1,0 +1,30 @@
+"""Let operators of backward that read the shape of a saved tensor alone read that of one number, spread over it.
+
+So the tensor is neither saved nor decoded for them.
+"""
+
+import torch
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call, add_full
+from gact_fx.passes.pipeline import Context
+
+aten = torch.ops.aten
+# Operators of ``(gradient, input, ...)`` whose result depends on the input's shape, and on nothing else of it.
+_READERS = (
+    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool2d_backward.default,
+    aten._adaptive_avg_pool3d_backward.default,
+)  # fmt: skip
+
+
+def read_shapes(pair: GraphPair, context: Context) -> None:
+    """Edit backward in place."""
+    graph = pair.backward.graph
+    for target in _READERS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            like = node.args[1].meta["val"]
+            if all(isinstance(size, int) for size in like.shape):
+                with graph.inserting_before(node):
+                    zero = add_full(graph, [], 0, like)
+                    spread = add_call(graph, aten.expand.default, (zero, list(like.shape)), f"{node.name}_shape")
+                node.args = (node.args[0], spread, *node.args[2:])

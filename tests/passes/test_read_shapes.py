@@ -1,0 +1,40 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative_error
+from torch import nn
+
+import gact_fx
+
+X = torch.randn(8, 8, 16, 16, generator=torch.Generator().manual_seed(5))
+
+
+class Pools(nn.Module):
+    """Nothing but the shape of what is pooled is read in backward."""
+
+    def __init__(self, channels_last: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        x = F.avg_pool2d(first(x.to(memory_format=self.format)), 2)
+        return F.adaptive_avg_pool2d(second(x), 3).sum()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_what_is_pooled_is_not_saved(inner: str, channels_last: bool) -> None:
+    model = Pools(channels_last)
+    exact = copy.deepcopy(model)
+    exact(X).backward()
+    gact_fx.compile(model, inner=inner, budget_bits=8, min_elements=64, sample_batches=[(X,)])
+    model(X).backward()
+    report = gact_fx.inspect(model)
+    rows = [row for row in report.rows if row.bytes_after and "convolution" in row.op]
+    assert not rows, rows
+    gradients = [[p.grad for p in each.parameters() if p.grad is not None] for each in (model, exact)]
+    assert relative_error(*gradients) < 0.01
