@@ -7,6 +7,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``find_joins`` and ``is_cheap`` are analyses behind `mark_recomputation`;
 - ``find_refusals``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``, ``merge_masks`` and
   ``bound_indices`` are analyses behind `decide_eligibility`;
+- ``decode_again`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored, ``stored_memory`` says what that leads to in memory;
 - ``split_cross_entropy``, with its analysis ``find_heads``, runs before all of them, on the calls of the model's own
@@ -27,12 +28,14 @@ from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
 from gact_fx.passes.hoist_views import hoist_views
 from gact_fx.passes.insert_compression import insert_compression
+from gact_fx.passes.lower_peak import lower_peak
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
 from gact_fx.passes.move_cuts import move_cuts
 from gact_fx.passes.partition import partition
 from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
+from gact_fx.passes.read_shapes import read_shapes
 from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.spread_numbers import spread_numbers
@@ -49,6 +52,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),
     Pass("partition", partition, gives="pair"),
+    Pass("read_shapes", read_shapes, edits=BACKWARD),
     Pass("recompute_attention", recompute_attention, edits=BACKWARD),
     Pass("expose_decisions", expose_decisions, edits=BACKWARD),
     Pass("merge_coefficients", merge_coefficients, edits=BACKWARD),
@@ -65,6 +69,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("spread_numbers", spread_numbers, edits=BOTH, when=lambda c: c.is_profiling),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
     Pass("fuse_codec", fuse_codec, edits=BOTH, when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off"),
     Pass("weigh_pair", weigh_pair, gives="memory"),

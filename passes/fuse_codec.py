@@ -30,12 +30,18 @@ def fuse_codec(pair: GraphPair, context: Context) -> int:
     # The inner compiler's own: graphs that come out of the partitioner are not decomposed again.
     table = decompositions()
     nodes = [node for module in (pair.forward, pair.backward) for node in module.graph.nodes]
-    found = [node for node in nodes if node.target in _SPELLED_OUT]
-    if context.config.fuse != "on":
-        found = [node for node in found if not has_compiled_kernels(node.meta["val"].device.type)]
+    found = [node for node in nodes if is_spelled_out(node, context)]
     for node in found:
         _inline(node, table)
     return len(found)
+
+
+def is_spelled_out(node: fx.Node, context: Context) -> bool:
+    """Whether ``node`` is one of the operators, and is to be replaced."""
+    config = context.config
+    if node.target not in _SPELLED_OUT or config.inner != "inductor" or config.fuse == "off":
+        return False
+    return config.fuse == "on" or not has_compiled_kernels(node.meta["val"].device.type)
 
 
 def _inline(node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:

@@ -10,6 +10,7 @@ from gact_fx.graphs.aot import GraphPair
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
+behind = torch.ops.gact_fx.behind.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
 
 
@@ -50,11 +51,14 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
         if blob.target is to_host:
             blob, held = blob.all_input_nodes[0], _fetched(value.placeholder)
         if blob.target is compress:
-            readers = {user.name for user in held.users if user.target not in (decompress, arrive)}
+            readers = {user.name for user in held.users if user.target not in (decompress, arrive, behind)}
             _require(not readers, f"{value.name} is a blob, and {sorted(readers)} read it as values")
             blobs[held] = blob
     for node in pair.backward.graph.find_nodes(op="call_function", target=decompress):
-        source = blobs.get(node.args[0])
+        blob = node.args[0]
+        while blob.target is behind:
+            blob = blob.args[0]
+        source = blobs.get(blob)
         _require(source is not None, f"{node.name} does not read a saved blob")
         assert source is not None
         if node.meta["val"].dtype.is_floating_point:

@@ -34,6 +34,12 @@ _library.define(
     'str rounding="stochastic") -> Tensor',
     tags=_TAGS,
 )
+_library.define("behind(Tensor blob, Tensor before) -> Tensor", tags=_TAGS)
+
+
+def behind(blob: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """A copy of ``blob``, which no compiler can make until it has made ``before``."""
+    return blob.clone()
 
 
 def _compress_fake(x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -54,6 +60,9 @@ for _implementation, _fake in ((reference.compress, _compress_fake), (reference.
     _library.impl(_implementation.__name__, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gact_fx::{_implementation.__name__}", _fake, lib=_library)
 
+
+_library.impl("behind", behind, "CompositeExplicitAutograd")
+torch.library.register_fake("gact_fx::behind", lambda blob, before: torch.empty_like(blob), lib=_library)
 
 LIBRARY = Path(__file__).parents[1] / f"libgact_fx.{'pyd' if sys.platform == 'win32' else 'so'}"
 

@@ -23,12 +23,17 @@ Add = Callable[[Any, tuple[Any, ...], str], fx.Node]
 def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str, **kwargs: Any) -> fx.Node:
     """A call of ``target`` where ``graph`` inserts, with ``meta["val"]``; one argument must be a tensor node."""
     node = graph.create_node("call_function", target, args, kwargs, name=name)
-    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    infer(node)
+    return node
+
+
+def infer(node: fx.Node) -> None:
+    """Give a call the fake value that follows from those of its arguments; one of these must be a tensor node."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     values = tree_leaves([source.meta["val"] for source in node.all_input_nodes])
     tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))
     with tensor.fake_mode:
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
-    return node
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def add_full(graph: fx.Graph, shape: list[int], number: float, like: Any) -> fx.Node:

@@ -5,8 +5,9 @@ A compiler that fuses operators makes less: what only operators of the same kern
 operator may write where it reads what dies.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,9 +41,9 @@ WRITERS = frozenset({
 _COMPRESS = "gact_fx.compress.default"
 LOOPS = ("aten", "prims")
 # Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
-# tensors, or is made of more operators.
+# tensors, or is made of more operators. What one loop reads may read more.
 HEAVY = frozenset({aten.exp, aten.sigmoid})
-MOST_READS, MOST_OPERATORS = 4, 30
+MOST_READS, MOST_READS_OF_ONE, MOST_OPERATORS = 4, 8, 30
 
 
 def storages(node: fx.Node) -> dict[int, int]:
@@ -68,23 +69,37 @@ class Span:
     last: int
 
 
-def live_spans(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> tuple[int, list[Span]]:
-    """How many calls ``graph`` makes, and the storages that are live meanwhile.
+@dataclass(frozen=True)
+class Lifetimes:
+    """The ``calls`` of a graph in the order in which they run, and the ``spans`` of storages that are live meanwhile.
+
+    ``at`` says when a call runs; one whose result is never in memory runs when the first of its readers does.
+    """
+
+    calls: Sequence[fx.Node]
+    spans: Sequence[Span]
+    at: Mapping[fx.Node, int]
+
+    def levels(self) -> list[int]:
+        """The bytes that are live when the graph begins, and then at each call."""
+        changes = [0] * (len(self.calls) + 2)
+        for span in self.spans:
+            changes[span.start + 1] += span.nbytes
+            changes[span.end + 2] -= span.nbytes
+        return list(accumulate(changes))[:-1]
+
+
+def lifetimes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> Lifetimes:
+    """What ``graph`` has in memory while it runs.
 
     ``freed`` are the inputs that nobody else holds: these are freed after their last use.
     """
-    walk = _Walk(graph, freed, fused)
-    return walk.length, walk.spans()
+    return _Walk(graph, freed, fused).lifetimes()
 
 
 def peak_nbytes(graph: fx.Graph, freed: Collection[fx.Node], *, fused: bool) -> int:
     """The most bytes that are live while ``graph`` runs, above those that are live when it begins."""
-    length, spans = live_spans(graph, freed, fused=fused)
-    changes = [0] * (length + 2)
-    for span in spans:
-        changes[span.start + 1] += span.nbytes
-        changes[span.end + 2] -= span.nbytes
-    levels = list(accumulate(changes))
+    levels = lifetimes(graph, freed, fused=fused).levels()
     return max(levels) - levels[0]
 
 
@@ -114,12 +129,15 @@ class _Walk:
         self._nodes = self._in_order() if fused else self._nodes
         self._when = {node: when for when, node in enumerate(self._nodes)}
 
-    @property
-    def length(self) -> int:
-        return len(self._nodes)
-
-    def spans(self) -> list[Span]:
+    def lifetimes(self) -> Lifetimes:
         """What is live, and when."""
+        at = dict(self._when)
+        for node in reversed(self._nodes):
+            if node in self._inlined:
+                at[node] = min((at[user] for user in node.users if user in at), default=at[node])
+        return Lifetimes(self._nodes, self._spans(), at)
+
+    def _spans(self) -> list[Span]:
         made = {key: (node, -1, nbytes) for node in self._inputs for key, nbytes in self._sizes[node].items()}
         firsts, lasts = self._find_reads()
         ends = {key: when for key, when in lasts.items() if key not in self._stays and key not in self._unmade}
@@ -133,7 +151,7 @@ class _Walk:
             made.update({key: (node, when, nbytes) for key, nbytes in new.items()})
             for key in self._written_over(node, new, dying.get(when, [])):
                 ends[key] = when - 1
-        final = self.length - 1
+        final = len(self._nodes) - 1
         return [
             Span(key, node, start, ends.get(key, final), nbytes, firsts.get(key, start), lasts[key])
             for key, (node, start, nbytes) in made.items()
@@ -158,7 +176,7 @@ class _Walk:
     def _written_over(self, node: fx.Node, new: dict[int, int], dying: list[int]) -> list[int]:
         """The storages of those that die here that are written over, rather than freed."""
         is_writer = packet_of(node) in WRITERS
-        if not self._fused or (_is_of_library(node) and not is_writer):
+        if not self._fused or (is_of_library(node) and not is_writer):
             return []
         room, found = Counter(new.values()), []
         first = self._sizes[node.all_input_nodes[0]] if is_writer else {}
@@ -196,21 +214,22 @@ class _Walk:
         """How many calls of a library lie before a node: loops between the same two of these may be one kernel."""
         rank: dict[fx.Node, int] = {}
         for node in graph.nodes:
-            rank[node] = max((rank[source] + _is_of_library(source) for source in node.all_input_nodes), default=0)
+            rank[node] = max((rank[source] + is_of_library(source) for source in node.all_input_nodes), default=0)
         return rank
 
     def _find_inlined(self) -> set[fx.Node]:
         """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
         readers, rank = self._find_readers(), self._rank
-        loops = [node for node in self._nodes if node not in self._views and not _is_of_library(node)]
-        loops = [node for node in loops if all(map(_is_loop, readers[node]))]
+        own = [node for node in self._nodes if node not in self._views and not is_of_library(node)]
+        loops = {node for node in own if all(map(_is_loop, readers[node]))}
         found = self._find_repeated(loops, readers)
-        # By call, those with results of their own that read it, themselves or what is computed again for them.
-        last: dict[fx.Node, set[fx.Node]] = {}
+        # By call, the ranks of those with results of their own that read it, themselves or what is computed again for
+        # them; two stand for all.
+        ranks: dict[fx.Node, set[int]] = {}
         for node in reversed(self._nodes):
-            through = [last[reader] if reader in found else {reader} for reader in readers[node]]
-            last[node] = set().union(*through)
-            if node in loops and node not in found and all(rank.get(reader) == rank[node] for reader in last[node]):
+            through = [ranks[reader] if reader in found else {rank[reader]} for reader in readers[node]]
+            ranks[node] = set(itertools.islice(set().union(*through), 2))
+            if node in loops and ranks[node] <= {rank[node]}:
                 found.add(node)
         return found
 
@@ -222,12 +241,11 @@ class _Walk:
             readers[node] = {user for user in node.users if user not in self._views}.union(*through)
         return readers
 
-    def _find_repeated(self, loops: list[fx.Node], readers: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    def _find_repeated(self, loops: set[fx.Node], readers: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
         """The loops that every reader computes again, by Inductor's rules: short, of few inputs, and cheap."""
         found: set[fx.Node] = set()
         reads: dict[fx.Node, set[fx.Node]] = {}
         length: Counter[fx.Node] = Counter()
-        candidates = set(loops)
         for node in self._nodes:
             reads[node] = set()
             for source in node.all_input_nodes:
@@ -237,8 +255,9 @@ class _Walk:
             length[node] += node not in self._views
             packet = packet_of(node)
             is_heavy = packet in REDUCTIONS or (packet in HEAVY and len(readers[node]) > 1)
-            is_short = len(reads[node]) <= MOST_READS and length[node] <= MOST_OPERATORS
-            if node in candidates and (packet in CONSTANTS or (is_short and not is_heavy)):
+            most = MOST_READS if len(readers[node]) > 1 else MOST_READS_OF_ONE
+            is_short = len(reads[node]) <= most and length[node] <= MOST_OPERATORS
+            if node in loops and (packet in CONSTANTS or (is_short and not is_heavy)):
                 found.add(node)
         return found
 
@@ -249,10 +268,10 @@ def _is_foreign(node: fx.Node) -> bool:
 
 
 def _is_loop(node: fx.Node) -> bool:
-    return node.op == "call_function" and not _is_of_library(node)
+    return node.op == "call_function" and not is_of_library(node)
 
 
-def _is_of_library(node: fx.Node) -> bool:
+def is_of_library(node: fx.Node) -> bool:
     packet = packet_of(node)
     namespace = str(node.target).partition(".")[0]
     return packet is not None and (packet in LIBRARY or namespace not in LOOPS)

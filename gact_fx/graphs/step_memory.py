@@ -11,7 +11,7 @@ from itertools import accumulate
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.live_memory import Span, live_spans, storages
+from gact_fx.graphs.live_memory import Span, lifetimes, storages
 from gact_fx.graphs.module_names import module_path
 
 
@@ -132,11 +132,11 @@ def pair_memory(pair: GraphPair, *, fused: bool) -> PairMemory:
     """What a pair makes and holds; ``fused``: when a compiler makes fewer and larger kernels of it."""
     graphs = pair.forward.graph, pair.backward.graph
     inputs, others = (graph.find_nodes(op="placeholder") for graph in graphs)
-    forward, ahead = live_spans(graphs[0], inputs, fused=fused)
-    backward, behind = live_spans(graphs[1], others, fused=fused)
+    first, second = lifetimes(graphs[0], inputs, fused=fused), lifetimes(graphs[1], others, fused=fused)
+    forward, backward = len(first.calls), len(second.calls)
     modules, gradients = _modules(pair), _gradients(pair, inputs)
     given = _keys([node for node in inputs if node.name not in pair.upstream_inputs])
-    there = {span.key: span for span in behind}
+    there = {span.key: span for span in second.spans}
     # By the storage in forward: the slots, and the calls of backward from the first read on. Backward is given all.
     slots: dict[int, tuple[str, ...]] = {}
     reads: dict[int, tuple[int, int]] = {}
@@ -147,7 +147,7 @@ def pair_memory(pair: GraphPair, *, fused: bool) -> PairMemory:
             if span is not None:
                 reads[key] = forward + max(span.first, 0), forward + max(span.end, 0)
     found = []
-    for span in ahead:
+    for span in first.spans:
         if span.key not in given and span.nbytes:
             buffer = _buffer(span, modules, 0)
             if span.key in reads:
@@ -155,7 +155,7 @@ def pair_memory(pair: GraphPair, *, fused: bool) -> PairMemory:
                 left = max(span.last, buffer.start)
                 buffer = replace(buffer, end=end, slots=slots[span.key], left=left, wanted=wanted)
             found.append(buffer)
-    for span in behind:
+    for span in second.spans:
         # What was saved is counted where forward makes it.
         if span.key in there and span.nbytes:
             found.append(replace(_buffer(span, modules, forward), is_gradient=span.key in gradients))

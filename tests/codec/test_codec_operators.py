@@ -45,6 +45,13 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.gact_fx.decompress.default, (blob, x.shape, dtype, bits, 64))
 
 
+def test_a_blob_behind_something_is_a_copy() -> None:
+    blob = torch.arange(9, dtype=torch.uint8)
+    torch.library.opcheck(torch.ops.gact_fx.behind.default, (blob, torch.randn(3)))
+    found = torch.ops.gact_fx.behind(blob, torch.randn(3))
+    assert torch.equal(found, blob) and found.data_ptr() != blob.data_ptr()
+
+
 @pytest.mark.slow
 @needs_kernels
 def test_opcheck_without_extension() -> None:

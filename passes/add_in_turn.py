@@ -1,0 +1,127 @@
+"""Add up in turn, around backward's peak, what would be added up at once.
+
+A residual stream that is computed again is a sum over layers, and so is its gradient. In one kernel the compiler would
+read all that is added, decoded, at the same time. A sum that something waits for, ``behind`` it, is made before the
+next tensor is decoded.
+"""
+
+from collections.abc import Mapping
+from operator import getitem
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.live_memory import Span, storages
+from gact_fx.passes.backward_peak import Look, behind, decompress, drop_unread, is_given, read_behind, tensor_in
+
+_FEW = 3
+
+
+def add_values(look: Look) -> bool:
+    """Of three or more values that are read together at the peak, have one decoded when the others are added up.
+
+    Edits the graph in place; returns whether there was such a sum.
+    """
+    live = {span.node for span in look.live if look.is_repeatable(span.node)} - {look.life.calls[look.peak]}
+    if len(live) < _FEW:
+        return False
+    parts = _parts(look, live)
+    for node in look.graph.nodes:
+        sides = sorted((i for i in node.all_input_nodes if parts[i]), key=lambda i: len(parts[i]))
+        if not parts[node] or node not in look.life.at or len(sides) != 2:
+            continue
+        one, others = sides
+        is_sum = len(parts[one]) == 1 and len(parts[others]) >= _FEW - 1 and not parts[one] <= parts[others]
+        if is_sum and _decode_behind(look, node, one, others, parts):
+            return True
+    return False
+
+
+def _parts(look: Look, live: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.Node]]:
+    """By node, those of ``live`` that it is computed from, where it is computed from saved values alone."""
+    parts: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in look.graph.nodes:
+        if node in live:
+            parts[node] = frozenset({node})
+        elif look.is_repeatable(node) and not is_given(node):
+            parts[node] = frozenset[fx.Node]().union(*(parts[i] for i in node.all_input_nodes))
+        else:
+            parts[node] = frozenset()
+    return parts
+
+
+def _decode_behind(
+    look: Look, total: fx.Node, one: fx.Node, others: fx.Node, parts: Mapping[fx.Node, frozenset[fx.Node]]
+) -> bool:
+    """Decode ``one`` of the two that ``total`` is computed from behind the ``others``, unless that was done."""
+    (decoding,) = parts[one]
+    if decoding.target is not decompress:
+        return False
+    blob = decoding.args[0]
+    ties = [blob] if isinstance(blob, fx.Node) and blob.target is behind else []
+    was_done = any(source not in look.depends for tie in ties for source in tie.all_input_nodes[1:])
+    before = ancestors([others], is_given)
+    path = sorted(node for node in ancestors([one], is_given) if decoding in parts[node])
+    if was_done or any(node in before for node in path):
+        return False
+    total.replace_input_with(one, look.repeat(path, total, others, {})[one])
+    drop_unread([*path, *ties])
+    return True
+
+
+def add_gradients(look: Look) -> bool:
+    """Have gradients that wait at the peak to be added up added before, when that leaves fewer bytes.
+
+    Edits the graph in place; returns whether there were any.
+    """
+    if not look.live:
+        return False
+    spans = {tensor: span for span in look.life.spans if (tensor := tensor_in(span)) is not None}
+    made = _sources(look, {span.node for span in look.life.spans})
+    live = [span for span in look.live if span.start < look.peak < span.end and span.node in look.depends]
+    waiting = {tensor: span for span in live if (tensor := tensor_in(span)) is not None}
+    best: tuple[int, fx.Node, int] | None = None
+    for node in look.graph.nodes:
+        given = [source for source in made[node] if source.op == "call_function"]
+        is_kept = node.op != "call_function" or given == [node] or node not in look.depends
+        if is_kept or len(given) < 2 or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        start = max(spans[n].start if n in spans else look.life.at.get(n, look.peak) for n in given)
+        gain = _freed(look, node, given, waiting) - sum(storages(node).values())
+        if start < look.peak and gain >= look.live[-1].nbytes and (best is None or gain > best[0]):
+            best = gain, node, start
+    return best is not None and _add_before(look, best[1], best[2])
+
+
+def _sources(look: Look, makers: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.Node]]:
+    """By node, what is in memory that it is computed from: itself, where its own result is."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in look.graph.nodes:
+        is_there = node.op != "call_function" or node in makers or node.target is getitem or node not in look.life.at
+        own = frozenset({node})
+        found[node] = own if is_there else own.difference(own).union(*(found[i] for i in node.all_input_nodes))
+    return found
+
+
+def _freed(look: Look, total: fx.Node, given: list[fx.Node], waiting: Mapping[fx.Node, Span]) -> int:
+    """The bytes of those ``given`` for ``total`` that wait at the peak for ``total`` alone."""
+    inside = ancestors([total], lambda node: node in given or node.op == "placeholder")
+    freed = 0
+    for node in given:
+        readers = [user for user in node.users if user not in inside]
+        if node in waiting and all(look.life.at.get(user, -1) < look.peak for user in readers):
+            freed += waiting[node].nbytes
+    return freed
+
+
+def _add_before(look: Look, total: fx.Node, start: int) -> bool:
+    """Make ``total``, whose sources are there after call ``start``, before the next value is decoded for the peak."""
+    decodings = [s.node for s in look.live if s.node.target is decompress and start < s.start]
+    if not decodings:
+        return False
+    place = min(decodings)
+    for node in sorted(n for n in ancestors([total], lambda n: n < place) if n > place):
+        place.prepend(node)
+    read_behind(place, total)
+    return True

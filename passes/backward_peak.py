@@ -1,0 +1,120 @@
+"""What is live at the peak of backward, and what could be computed again: a look that `lower_peak` takes each round."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call, infer
+from gact_fx.graphs.live_memory import Lifetimes, Span, is_of_library, lifetimes, storages
+from gact_fx.graphs.operators import writes
+from gact_fx.passes.find_masks import draws
+
+decompress = torch.ops.gact_fx.decompress.default
+behind = torch.ops.gact_fx.behind.default
+# What has a smaller share of all that is live at the peak is left alone, and what has fewer bytes.
+_SHARE, _WORTH_NBYTES = 1 / 100, 2**18
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """Backward's ``graph`` with its ``life`` in memory, of which ``level`` bytes, the most, are live at call ``peak``.
+
+    ``depends`` are the nodes that are computed from tangents.
+    """
+
+    graph: fx.Graph
+    life: Lifetimes
+    depends: Collection[fx.Node]
+    peak: int
+    level: int
+
+    @classmethod
+    def at(cls, pair: GraphPair, *, fused: bool) -> "Look":
+        """Backward of ``pair`` as it is now; of its inputs those are freed that forward, or the caller, made for it."""
+        graph, tangents = pair.backward.graph, pair.tangents()
+        made = {v.placeholder for v in pair.saved_values() if v.source.op != "placeholder"}
+        inputs = graph.find_nodes(op="placeholder")
+        life = lifetimes(graph, [n for n in inputs if n in made or n.name in tangents], fused=fused)
+        levels = life.levels()[1:]
+        peak = max(range(len(levels)), key=levels.__getitem__, default=0)
+        return cls(graph, life, _dependents(graph, tangents), peak, max(levels, default=0))
+
+    @cached_property
+    def live(self) -> tuple[Span, ...]:
+        """What is live at the peak and counts, the largest first."""
+        least = max(self.level * _SHARE, _WORTH_NBYTES)
+        found = [s for s in self.life.spans if s.start <= self.peak <= s.end and s.nbytes >= least]
+        return tuple(sorted(found, key=lambda s: -s.nbytes))
+
+    def is_repeatable(self, node: fx.Node) -> bool:
+        """Whether ``node`` can be computed again: it is cheap, and made of what forward has saved."""
+        if node.op != "call_function" or node in self.depends or writes(node.target):
+            return False
+        return node.target is decompress or not (is_of_library(node) or draws(node))
+
+    def repeat(
+        self, nodes: Iterable[fx.Node], place: fx.Node, anchor: fx.Node, twins: dict[fx.Node, fx.Node]
+    ) -> dict[fx.Node, fx.Node]:
+        """Compute ``nodes``, in their order, again right before ``place``, from codes that are read behind ``anchor``.
+
+        ``twins`` has what was computed again already, and gets what is new.
+        """
+        with self.graph.inserting_before(place):
+            for node in nodes:
+                if node in twins:
+                    continue
+                twins[node] = self.graph.node_copy(node, lambda n: twins.get(n, n))
+                if node.target is decompress:
+                    read_behind(twins[node], anchor)
+                infer(twins[node])
+        return twins
+
+
+def drop_unread(nodes: Iterable[fx.Node]) -> None:
+    """Erase those of ``nodes`` that nobody reads any more."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users and node.op == "call_function":
+            node.graph.erase_node(node)
+
+
+def read_behind(decoding: fx.Node, anchor: fx.Node) -> None:
+    """Have ``decoding``, which decompresses, do so once ``anchor`` is there, and not before."""
+    blob = decoding.args[0]
+    assert isinstance(blob, fx.Node)
+    with decoding.graph.inserting_before(decoding):
+        tied = add_call(decoding.graph, behind, (blob_of(decoding), anchor), f"{anchor.name}_behind")
+    decoding.replace_input_with(blob, tied)
+
+
+def blob_of(decoding: fx.Node) -> fx.Node:
+    """The blob that ``decoding`` reads, behind whatever it does so."""
+    blob = decoding.args[0]
+    while isinstance(blob, fx.Node) and blob.target is behind:
+        blob = blob.args[0]
+    assert isinstance(blob, fx.Node)
+    return blob
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether ``node`` is there without being computed: an input, or a blob that is read behind something else."""
+    return node.op == "placeholder" or node.target is behind
+
+
+def tensor_in(span: Span) -> fx.Node | None:
+    """The tensor that has the storage of ``span``: what makes it may give several."""
+    nodes = [span.node, *span.node.users]
+    return next((n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and span.key in storages(n)), None)
+
+
+def _dependents(graph: fx.Graph, tangents: Collection[str]) -> set[fx.Node]:
+    """What is computed from ``tangents``. What is only read behind something is not computed from that."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.args[:1] if node.target is behind else node.all_input_nodes
+        if node.name in tangents or any(source in found for source in sources):
+            found.add(node)
+    return found

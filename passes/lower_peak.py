@@ -1,0 +1,58 @@
+"""Lower the peak of backward, round by round: look what is live at the peak, and change how long something lives.
+
+What is held across the peak is decoded again behind the peak (`decode_again`); what is read together at the peak is
+added up in turn (`add_in_turn`). A round changes one peak, and the next one looks for the new peak.
+
+Compilers reorder and fuse what does not depend on each other. Hence the operator ``behind``: it hands over a copy of a
+blob, and reads a tensor that has to be there before.
+"""
+
+from torch import fx
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.live_memory import is_of_library
+from gact_fx.graphs.operators import writes
+from gact_fx.passes.add_in_turn import add_gradients, add_values
+from gact_fx.passes.backward_peak import Look, behind, decompress
+from gact_fx.passes.decode_again import decode_again
+from gact_fx.passes.fuse_codec import is_spelled_out
+from gact_fx.passes.pipeline import Context
+
+# How many rounds there are at most, and how many in a row that find no lower peak: equal layers have equal peaks.
+_ROUNDS, _PATIENCE = 60, 16
+
+
+def lower_peak(pair: GraphPair, context: Context) -> int:
+    """Edit backward in place; returns how many blobs are read behind something."""
+    graph = pair.backward.graph
+    if any(is_spelled_out(node, context) for node in graph.nodes) or _writes_inputs(pair):
+        return 0
+    _share(graph)
+    lowest, unfruitful = None, 0
+    for _ in range(_ROUNDS):
+        look = Look.at(pair, fused=context.config.inner == "inductor")
+        unfruitful = 0 if lowest is None or look.level < lowest else unfruitful + 1
+        lowest = look.level if lowest is None else min(lowest, look.level)
+        if unfruitful > _PATIENCE or not (decode_again(look) or add_values(look) or add_gradients(look)):
+            break
+    return len(graph.find_nodes(op="call_function", target=behind))
+
+
+def _share(graph: fx.Graph) -> None:
+    """Decode once what is decoded twice from one blob in one way, as values and for their mask, with loops between."""
+    found: dict[str, fx.Node] = {}
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        if node.target is not decompress:
+            if is_of_library(node):
+                found = {}
+            continue
+        first = found.setdefault(str(node.args), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _writes_inputs(pair: GraphPair) -> bool:
+    """Whether backward writes to what it is given: computed again, a value might be another one."""
+    calls = (node for node in pair.backward.graph.nodes if node.op == "call_function" and writes(node.target))
+    return any(source.op == "placeholder" for node in calls for source in node.all_input_nodes[:1])

@@ -1,0 +1,175 @@
+"""Residual networks whose backward pass would hold, or decode at once, what it can decode when it needs it."""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Trace, analyze, insert, relative_error, run_pass
+from torch import fx, nn
+
+import gact_fx
+from gact_fx.codec.code import Code
+from gact_fx.config import Config
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.passes.backward_peak import Look, behind, blob_of, decompress
+from gact_fx.passes.pipeline import Context
+from gact_fx.passes.swap_codes import swap_codes
+from gact_fx.passes.verify_graphs import GraphVerificationError, verify_graphs
+from gact_fx.plan import GraphPlan, TensorPlan
+
+
+class Stream(nn.Module):
+    """A residual stream of convolutions: batch norm reads each of them, so that no sum can be saved in its place."""
+
+    def __init__(self, depth: int = 5, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        for block in self.blocks:
+            x = torch.relu(x + block(x))
+        return x.square().mean()
+
+
+class Skips(nn.Module):
+    """A UNet's: what the first half makes is read once more behind the second, beside what is made there."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.up = nn.ModuleList(nn.Conv2d(2 * width, width, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [F.silu(self.first(x))]
+        for layer in self.down:
+            kept.append(F.silu(layer(kept[-1])))
+        hidden = kept[-1].sin()
+        for layer in self.up:
+            hidden = F.silu(layer(torch.cat([hidden, kept.pop()], 1)))
+        return hidden.square().mean()
+
+
+X = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+
+def compressed(trace: Trace, model: nn.Module, inner: str) -> tuple[GraphPair, tuple[str, ...]]:
+    pair = trace(model, X, recompute="auto", inner=inner)
+    analysis = analyze(pair)
+    tensors = tuple(TensorPlan(t.key, Code(4, seed=1)) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", tensors))
+    run_pass("defer_recomputation", pair)
+    return pair, tuple(t.name for t in analysis.saved)
+
+
+def results(pair: GraphPair, model: nn.Module) -> list[torch.Tensor]:
+    """What backward gives behind forward."""
+    values: list[torch.Tensor] = [*model.parameters(), *model.buffers(), X]
+    inputs = []
+    for node in pair.forward.graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        place = next(i for i, value in enumerate(values) if value.shape == like.shape and value.dtype == like.dtype)
+        inputs.append(values.pop(place).detach())
+    outputs = fx.Interpreter(pair.forward).run(*inputs)
+    tangents = [torch.ones_like(x) for x in outputs[: pair.num_user_outputs]]
+    saved = dict(zip((v.placeholder.name for v in pair.saved_values()), outputs[pair.num_user_outputs :], strict=True))
+    waiting = iter(tangents)
+    arguments = [saved.get(n.name) for n in pair.backward.graph.find_nodes(op="placeholder")]
+    arguments = [next(waiting) if argument is None else argument for argument in arguments]
+    return [x for x in fx.Interpreter(pair.backward).run(*arguments) if x is not None]
+
+
+# Without Inductor batch norm is one operator, and what it gives is saved: there are no sums to compute again.
+NETWORKS = [(Stream, "inductor"), (Skips, "inductor"), (Skips, "eager")]
+
+
+@pytest.mark.both_compilers
+@pytest.mark.parametrize(("make", "inner"), NETWORKS)
+def test_the_peak_is_lower_and_no_value_changes(trace: Trace, make: Callable[[], nn.Module], inner: str) -> None:
+    model = make()
+    pair, saved = compressed(trace, model, inner)
+    before, level = results(pair, model), Look.at(pair, fused=inner == "inductor").level
+    assert run_pass("lower_peak", pair, inner=inner).stages
+    verify_graphs(pair, saved)
+    after = Look.at(pair, fused=inner == "inductor").level
+    assert after < 0.85 * level, (after, level)
+    for found, expected in zip(results(pair, model), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.both_compilers
+@pytest.mark.parametrize(("make", "inner"), NETWORKS)
+def test_codes_are_read_behind_what_is_made_right_before(
+    trace: Trace, make: Callable[[], nn.Module], inner: str
+) -> None:
+    """Otherwise a compiler would decode all of them as early as it likes."""
+    pair, _ = compressed(trace, make(), inner)
+    run_pass("lower_peak", pair, inner=inner)
+    decodings = pair.backward.graph.find_nodes(op="call_function", target=decompress)
+    again = [node for node in decodings if node.args[0].target is behind]
+    assert again
+    for node in again:
+        assert node.args[0].args[1] < node.args[0] < node and blob_of(node).op == "placeholder"
+    tensors = [str(node.args[1:]) + blob_of(node).name for node in decodings]
+    assert len(set(tensors)) < len(tensors)
+
+
+def test_nothing_small_is_decoded_again(trace: Trace) -> None:
+    pair, _ = compressed(trace, Skips(width=2), "eager")
+    run_pass("lower_peak", pair, inner="eager")
+    assert not pair.backward.graph.find_nodes(op="call_function", target=behind)
+
+
+def test_codes_that_melt_into_kernels_are_left_alone(trace: Trace) -> None:
+    pair, _ = compressed(trace, Stream(), "inductor")
+    run_pass("lower_peak", pair, inner="inductor", fuse="on")
+    assert not pair.backward.graph.find_nodes(op="call_function", target=behind)
+
+
+def test_swapped_codes_may_be_read_behind_something(trace: Trace) -> None:
+    model = Skips()
+    pair, saved = compressed(trace, model, "eager")
+    run_pass("lower_peak", pair, inner="eager")
+    before = results(pair, model)
+    assert swap_codes(pair, Context(Config()), ("cpu",))
+    verify_graphs(pair, saved)
+    for found, expected in zip(results(pair, model), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_who_reads_another_blob_behind_something_is_found(trace: Trace) -> None:
+    pair, saved = compressed(trace, Skips(), "eager")
+    run_pass("lower_peak", pair, inner="eager")
+    tied = pair.backward.graph.find_nodes(op="call_function", target=behind)[0]
+    tied.replace_input_with(tied.args[0], pair.backward.graph.find_nodes(op="placeholder")[-1])
+    with pytest.raises(GraphVerificationError, match="does not read a saved blob"):
+        verify_graphs(pair, saved)
+
+
+def gradients_of(model: nn.Module, inner: str) -> Sequence[torch.Tensor]:
+    torch.manual_seed(1)
+    gact_fx.compile(model, inner=inner, budget_bits=4, sample_batches=[(X,)])
+    model(X).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("make", "inner"), NETWORKS)
+def test_training_has_the_gradients_it_had(
+    make: Callable[[], nn.Module], inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    other = copy.deepcopy(model)
+    found = gradients_of(model, inner)
+    code = gact_fx.inspect(model).graphs[0].backward.print_readable(print_output=False)
+    monkeypatch.setattr("gact_fx.passes.backward_peak._WORTH_NBYTES", 2**62)
+    torch._dynamo.reset()
+    expected = gradients_of(other, inner)
+    assert "gact_fx.behind" in code
+    assert "gact_fx.behind" not in gact_fx.inspect(other).graphs[0].backward.print_readable(print_output=False)
+    assert relative_error(found, expected) < 1e-5
