@@ -10,7 +10,8 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, infer
 from gact_fx.graphs.live_memory import Lifetimes, Span, is_of_library, lifetimes, storages
-from gact_fx.graphs.operators import writes
+from gact_fx.graphs.operators import HigherOrderOperator, writes
+from gact_fx.graphs.trees import tree_leaves
 from gact_fx.passes.find_masks import draws
 
 decompress = torch.ops.gact_fx.decompress.default
@@ -52,9 +53,9 @@ class Look:
 
     def is_repeatable(self, node: fx.Node) -> bool:
         """Whether ``node`` can be computed again: it is cheap, and made of what forward has saved."""
-        if node.op != "call_function" or node in self.depends or writes(node.target):
+        if node.op != "call_function" or node in self.depends or isinstance(node.target, HigherOrderOperator):
             return False
-        return node.target is decompress or not (is_of_library(node) or draws(node))
+        return node.target is decompress or not (is_of_library(node) or draws(node) or writes(node.target))
 
     def repeat(
         self, nodes: Iterable[fx.Node], place: fx.Node, anchor: fx.Node, twins: dict[fx.Node, fx.Node]
@@ -70,7 +71,8 @@ class Look:
                 twins[node] = self.graph.node_copy(node, lambda n: twins.get(n, n))
                 if node.target is decompress:
                     read_behind(twins[node], anchor)
-                infer(twins[node])
+                if any(map(has_tensor, node.all_input_nodes)):
+                    infer(twins[node])
         return twins
 
 
@@ -97,6 +99,11 @@ def blob_of(decoding: fx.Node) -> fx.Node:
         blob = blob.args[0]
     assert isinstance(blob, fx.Node)
     return blob
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` gives a tensor, or several, and not a size."""
+    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))
 
 
 def is_given(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from torch import fx
 
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.live_memory import Span
-from gact_fx.passes.backward_peak import Look, drop_unread, is_given, tensor_in
+from gact_fx.passes.backward_peak import Look, drop_unread, has_tensor, is_given, tensor_in
 
 # (a value, who reads it)
 _Edge = tuple[fx.Node, fx.Node]
@@ -60,8 +60,9 @@ def _reads(look: Look, node: fx.Node) -> tuple[set[fx.Node], list[_Edge]]:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether ``node`` is a call that reads anything: constants need not be made again."""
-    return node.op == "call_function" and not is_given(node) and bool(node.all_input_nodes)
+    """Whether ``node`` is a call that makes tensors of tensors: sizes and constants need not be made again."""
+    is_call = node.op == "call_function" and not is_given(node)
+    return is_call and has_tensor(node) and any(map(has_tensor, node.all_input_nodes))
 
 
 def _anchor(look: Look, reader: fx.Node, when: int) -> fx.Node | None:

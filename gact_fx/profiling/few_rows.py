@@ -24,8 +24,8 @@ from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
 from gact_fx.profiling.tied_rows import are_tied
 
-# The fewest rows that are measured: of small batches and of large rows, and of others. What they save has so many bytes,
-# uncompressed, or more: of fewer, figures scatter.
+# The fewest rows that are measured: of small batches and of large rows, and of others. What they save has so many
+# bytes, uncompressed, or more: of fewer, figures scatter.
 FEWEST, FEW = 2, 4
 ENOUGH_NBYTES = 2**23
 # Rows that save so many bytes each are large.
