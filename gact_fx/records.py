@@ -26,7 +26,8 @@ class SavedTensor:
     ``shape`` and ``stride`` are in elements (hints where dynamic), ``nbytes`` counts the values alone, ``storage``
     numbers the storages of the graph, so that equal numbers share memory. ``owner`` says who else holds that memory:
     ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), ``"output"`` (returned to the caller), or ``"symbol"``
-    (not a tensor at all). ``boundary`` is set for activations that other graphs may hold as well.
+    (not a tensor at all). ``boundary`` is set for activations that other graphs may hold as well,
+    ``replaced_nbytes`` where the tensor stands for a narrower one, of so many bytes, that would be held uncompressed.
     """
 
     name: str
@@ -41,6 +42,7 @@ class SavedTensor:
     owner: str
     dynamic: bool = False
     boundary: Boundary | None = None
+    replaced_nbytes: int | None = None
 
     @property
     def numel(self) -> int:

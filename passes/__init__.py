@@ -56,7 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("recompute_attention", recompute_attention, edits=BACKWARD),
     Pass("expose_decisions", expose_decisions, edits=BACKWARD),
     Pass("merge_coefficients", merge_coefficients, edits=BACKWARD),
-    Pass("move_cuts", move_cuts, edits=BOTH),
+    Pass("move_cuts", move_cuts, edits=BOTH, gives="replaced"),
     Pass("hoist_views", hoist_views, edits=FORWARD),
     Pass("find_saved_tensors", find_saved_tensors, gives="saved"),
     Pass("decide_eligibility", decide_eligibility, gives="analysis"),

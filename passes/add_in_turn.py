@@ -23,7 +23,7 @@ def add_values(look: Look) -> bool:
 
     Edits the graph in place; returns whether there was such a sum.
     """
-    live = {span.node for span in look.live if look.is_repeatable(span.node)} - {look.life.calls[look.peak]}
+    live = {s.node for s in look.live if look.is_repeatable(s.node) and look.life.at.get(s.node) != look.peak}
     if len(live) < _FEW:
         return False
     parts = _parts(look, live)
@@ -66,7 +66,7 @@ def _decode_behind(
     if was_done or any(node in before for node in path):
         return False
     total.replace_input_with(one, look.repeat(path, total, others, {})[one])
-    drop_unread([*path, *ties])
+    drop_unread(path)
     return True
 
 
@@ -100,7 +100,7 @@ def _sources(look: Look, makers: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.
     for node in look.graph.nodes:
         is_there = node.op != "call_function" or node in makers or node.target is getitem or node not in look.life.at
         own = frozenset({node})
-        found[node] = own if is_there else own.difference(own).union(*(found[i] for i in node.all_input_nodes))
+        found[node] = own if is_there else frozenset[fx.Node]().union(*(found[i] for i in node.all_input_nodes))
     return found
 
 
@@ -110,7 +110,7 @@ def _freed(look: Look, total: fx.Node, given: list[fx.Node], waiting: Mapping[fx
     freed = 0
     for node in given:
         readers = [user for user in node.users if user not in inside]
-        if node in waiting and all(look.life.at.get(user, -1) < look.peak for user in readers):
+        if node in waiting and all(look.life.at.get(user, look.peak) < look.peak for user in readers):
             freed += waiting[node].nbytes
     return freed
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import getitem
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from torch import fx
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, infer
 from gact_fx.graphs.live_memory import Lifetimes, Span, is_of_library, lifetimes, storages
-from gact_fx.graphs.operators import HigherOrderOperator, writes
+from gact_fx.graphs.operators import OpOverload, writes
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.passes.find_masks import draws
 
@@ -53,7 +54,8 @@ class Look:
 
     def is_repeatable(self, node: fx.Node) -> bool:
         """Whether ``node`` can be computed again: it is cheap, and made of what forward has saved."""
-        if node.op != "call_function" or node in self.depends or isinstance(node.target, HigherOrderOperator):
+        is_plain = isinstance(node.target, OpOverload) or node.target is getitem
+        if node.op != "call_function" or node in self.depends or not is_plain:
             return False
         return node.target is decompress or not (is_of_library(node) or draws(node) or writes(node.target))
 
@@ -77,10 +79,13 @@ class Look:
 
 
 def drop_unread(nodes: Iterable[fx.Node]) -> None:
-    """Erase those of ``nodes`` that nobody reads any more."""
+    """Erase those of ``nodes`` that nobody reads any more, and blobs that were read behind something for them alone."""
     for node in sorted(nodes, reverse=True):
         if not node.users and node.op == "call_function":
+            ties = [source for source in node.all_input_nodes if source.target is behind and len(source.users) == 1]
             node.graph.erase_node(node)
+            for tie in ties:
+                tie.graph.erase_node(tie)
 
 
 def read_behind(decoding: fx.Node, anchor: fx.Node) -> None:

@@ -23,6 +23,8 @@ def decode_again(look: Look) -> bool:
 
 def _split(look: Look, span: Span) -> bool:
     """Have those who read ``span`` behind the peak read what is computed again for them."""
+    if not _is_computed(span.node):
+        return False
     derived, edges = _reads(look, span.node)
     final = len(look.life.calls)
     when = {reader: look.life.at.get(reader, final) for _, reader in edges}

@@ -56,6 +56,7 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
             owner=owners.get(storage, "nobody"),
             dynamic=any(is_symbolic(size) for size in (*value.shape, *value.stride())),
             boundary=_boundary(saved.source, pair),
+            replaced_nbytes=context.replaced.get(saved.name),
         )
         tensors.append(tensor)
     return tuple(tensors)

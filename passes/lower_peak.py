@@ -7,13 +7,16 @@ Compilers reorder and fuse what does not depend on each other. Hence the operato
 blob, and reads a tensor that has to be there before.
 """
 
+import copy
+import math
+
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.live_memory import is_of_library
-from gact_fx.graphs.operators import writes
+from gact_fx.graphs.operators import returns_alias, writes
 from gact_fx.passes.add_in_turn import add_gradients, add_values
-from gact_fx.passes.backward_peak import Look, behind, decompress
+from gact_fx.passes.backward_peak import Look, decompress
 from gact_fx.passes.decode_again import decode_again
 from gact_fx.passes.fuse_codec import is_spelled_out
 from gact_fx.passes.pipeline import Context
@@ -22,20 +25,23 @@ from gact_fx.passes.pipeline import Context
 _ROUNDS, _PATIENCE = 60, 16
 
 
-def lower_peak(pair: GraphPair, context: Context) -> int:
-    """Edit backward in place; returns how many blobs are read behind something."""
+def lower_peak(pair: GraphPair, context: Context) -> None:
+    """Edit backward in place, or leave it as it is where no round finds a lower peak."""
     graph = pair.backward.graph
     if any(is_spelled_out(node, context) for node in graph.nodes) or _writes_inputs(pair):
-        return 0
+        return
     _share(graph)
-    lowest, unfruitful = None, 0
-    for _ in range(_ROUNDS):
+    lowest, best, unfruitful = math.inf, graph, 0
+    for _ in range(_ROUNDS + 1):
         look = Look.at(pair, fused=context.config.inner == "inductor")
-        unfruitful = 0 if lowest is None or look.level < lowest else unfruitful + 1
-        lowest = look.level if lowest is None else min(lowest, look.level)
+        unfruitful = 0 if look.level < lowest else unfruitful + 1
+        if look.level < lowest:
+            lowest, best = look.level, copy.deepcopy(graph)
         if unfruitful > _PATIENCE or not (decode_again(look) or add_values(look) or add_gradients(look)):
             break
-    return len(graph.find_nodes(op="call_function", target=behind))
+    # The last rounds may have found nothing lower, and cost time.
+    if unfruitful:
+        pair.backward.graph = best
 
 
 def _share(graph: fx.Graph) -> None:
@@ -54,5 +60,11 @@ def _share(graph: fx.Graph) -> None:
 
 def _writes_inputs(pair: GraphPair) -> bool:
     """Whether backward writes to what it is given: computed again, a value might be another one."""
-    calls = (node for node in pair.backward.graph.nodes if node.op == "call_function" and writes(node.target))
-    return any(source.op == "placeholder" for node in calls for source in node.all_input_nodes[:1])
+    for node in pair.backward.graph.nodes:
+        source = node if node.op == "call_function" and writes(node.target) else None
+        while source is not None and source.op == "call_function":
+            is_view = source is node or returns_alias(source.target)
+            source = source.all_input_nodes[0] if is_view and source.all_input_nodes else None
+        if source is not None:
+            return True
+    return False

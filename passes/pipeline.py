@@ -53,6 +53,7 @@ class Context:
     copies: frozenset[str] = frozenset()
     products: frozenset[str] = frozenset()
     is_free: bool = False
+    replaced: Mapping[str, int] = field(default_factory=dict)
     saved: tuple[SavedTensor, ...] = ()
     analysis: GraphAnalysis = field(default_factory=GraphAnalysis)
     plan: GraphPlan = field(default_factory=lambda: GraphPlan("", ()))

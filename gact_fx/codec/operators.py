@@ -1,9 +1,10 @@
-"""The two operators, ``gact_fx::compress`` and ``gact_fx::decompress``: schemas, fakes, implementations.
+"""The operators ``gact_fx::compress``, ``decompress`` and ``behind``: schemas, fakes, implementations.
 
-Both are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
+All are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
 element's index and its group's metadata. They have no autograd formula, since they are put into graphs that were
-differentiated already. PyTorch code (`gact_fx.codec.reference`) serves every device; the library ``libgact_fx`` (csrc/)
-overrides it with kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the library unloaded.
+differentiated already. ``behind`` orders what a compiler would reorder. PyTorch code (`gact_fx.codec.reference`) serves
+the other two on every device; the library ``libgact_fx`` (csrc/) overrides it with kernels where it has them.
+``GACT_FX_NO_EXT=1`` in the environment leaves the library unloaded.
 """
 
 import os

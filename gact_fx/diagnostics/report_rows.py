@@ -87,6 +87,8 @@ def graph_rows(index: int, held: Held) -> Iterator[Row]:
         if tensor.name in unread:
             how = Drop(tensor.name, "not stored: backward reads what was computed from it, which is stored instead")
         size_before, size_after = _first(tensor, before), how.nbytes(tensor, entry)
+        if size_before and tensor.replaced_nbytes is not None:
+            size_before = tensor.replaced_nbytes
         if size_after is None:
             size_after = _first(tensor, kept)
         yield _row(index, held, tensor, how, entry, (size_before, size_after))

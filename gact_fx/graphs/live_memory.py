@@ -272,6 +272,7 @@ def _is_loop(node: fx.Node) -> bool:
 
 
 def is_of_library(node: fx.Node) -> bool:
+    """Whether Inductor generates no loops for what ``node`` calls: a library has it, or it is not PyTorch's own."""
     packet = packet_of(node)
     namespace = str(node.target).partition(".")[0]
     return packet is not None and (packet in LIBRARY or namespace not in LOOPS)

@@ -24,12 +24,10 @@ from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
 from gact_fx.profiling.tied_rows import are_tied
 
-# The fewest rows that are measured: of small batches and of large rows, and of others. What they save has so many
-# bytes, uncompressed, or more: of fewer, figures scatter.
+# The fewest rows that are measured of a small batch, and of others, and the bytes that these save, uncompressed: of
+# fewer, figures scatter.
 FEWEST, FEW = 2, 4
 ENOUGH_NBYTES = 2**23
-# Rows that save so many bytes each are large.
-LARGE_NBYTES = 2**24
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
 
@@ -66,8 +64,7 @@ class FewRows:
         if rows is None:
             return None
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
-        usual = FEWEST if nbytes >= rows * LARGE_NBYTES else min(FEW, rows // 2)
-        few = max(FEWEST, usual, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
+        few = max(FEWEST, min(FEW, rows // 2), math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
         if 2 * few > rows or are_tied(pair.forward.graph, symbol, few / rows):
             return None
         written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}

@@ -209,3 +209,73 @@ def test_batches_of_other_sizes_run_the_same_graphs(make: Callable[[], nn.Module
         model.zero_grad()
         exact.zero_grad()
     assert "gact_fx.behind" in gact_fx.inspect(model).graphs[0].backward.print_readable(print_output=False)
+
+
+def test_a_backward_pass_without_calls_is_left_alone() -> None:
+    class Plus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.p
+
+    model = gact_fx.compile(Plus(), inner="eager")
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and torch.equal(parameter.grad, torch.full((4, 8), 3.0))
+
+
+class Wide(nn.Module):
+    """What is wide is computed again in the middle, where decoding in turn takes more and not less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+        self.up, self.down = nn.Linear(128, 1024), nn.Linear(1024, 128)
+        self.last = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = torch.full((2048, 128), 0.5)
+        for layer in self.first:
+            x = F.silu(layer(x)) * half
+        x = self.down(F.silu(self.up(x)))
+        for layer in self.last:
+            x = F.silu(layer(x)) * half
+        return x.square().mean()
+
+
+class Tables(nn.Module):
+    """Two embeddings, one of them added in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(8192, 64) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.tables
+        hidden = first(x)
+        for index, layer in enumerate(self.layers):
+            hidden = F.silu(layer(hidden + second(x) if index == 2 else hidden))
+        return hidden.square().mean()
+
+
+WORSE = [(Wide, torch.randn(2048, 128)), (Tables, torch.randint(0, 8192, (4096,)))]
+
+
+@pytest.mark.parametrize(("make", "batch"), WORSE)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.both_compilers
+def test_no_round_leaves_a_higher_peak(
+    trace: Trace, make: Callable[[], nn.Module], batch: torch.Tensor, inner: str
+) -> None:
+    pair = trace(make(), batch, recompute="auto", inner=inner)
+    analysis = analyze(pair)
+    tensors = tuple(TensorPlan(t.key, Code(4, seed=1)) for t, _ in analysis.quantized())
+    insert(pair, analysis, GraphPlan("", tensors))
+    run_pass("defer_recomputation", pair)
+    before = Look.at(pair, fused=inner == "inductor").level
+    run_pass("lower_peak", pair, inner=inner)
+    assert Look.at(pair, fused=inner == "inductor").level <= before

@@ -7,6 +7,7 @@ import torch
 from conftest import Trace, run_pass
 from torch import nn
 
+import gact_fx
 from gact_fx.graphs.aot import GraphPair
 
 WEIGHTS = [nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3)]
@@ -63,5 +64,24 @@ def test_what_stays(trace: Trace, name: str) -> None:
 def test_sums_under_autocast_are_saved_although_they_are_wider(trace: Trace) -> None:
     pair = trace(lambda x: ((x @ WEIGHTS[0]).bfloat16() + X).sin(), X, recompute="auto")
     assert saved(pair) == ["aten._to_copy.default"]
-    run_pass("move_cuts", pair)
+    (value,) = [value for value in pair.saved_values() if value.source.op == "call_function"]
+    assert run_pass("move_cuts", pair).replaced == {value.name: 2 * X.numel()}
     assert saved(pair) == ["aten.add.Tensor"]
+
+
+def test_bytes_before_are_those_of_the_narrower_tensor() -> None:
+    class Stream(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+            self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = x + layer(norm(x))
+            return x.sin().sum()
+
+    model = gact_fx.compile(Stream(), inner="eager", min_elements=64, sample_batches=[torch.randn(64, 64)])
+    rows = [row for row in gact_fx.inspect(model).rows if row.op == "aten.add.Tensor" and row.encoding == "quantize"]
+    assert rows and all(row.dtype == "float32" and row.bytes_before == 2 * row.numel for row in rows), rows

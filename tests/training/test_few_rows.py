@@ -216,16 +216,6 @@ def test_the_step_itself_can_be_differentiated_again_later(cut: list[tuple[int, 
         assert relative_error(gradients(model), expected) < 0.2 and len(cut) == 1
 
 
-def test_of_large_rows_two_are_measured(cut: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "LARGE_NBYTES", 2**10)
-    monkeypatch.setattr(few_rows, "ENOUGH_NBYTES", 2**9)
-    torch.manual_seed(0)
-    model, x = compiled(Net()), torch.randn(ROWS, 4, WIDTH)
-    for _ in range(2):
-        model(x).mean().backward()
-    assert cut == [(2, ROWS)] and gact_fx.inspect(model).ratio > 2
-
-
 def test_what_waits_to_be_profiled_is_a_few_rows() -> None:
     torch.manual_seed(0)
     model, x = compiled(Net()), torch.randn(4096, 4, WIDTH)
