@@ -23,24 +23,28 @@ from gact_fx.passes.pipeline import Context
 
 # How many rounds there are at most, and how many in a row that find no lower peak: equal layers have equal peaks.
 _ROUNDS, _PATIENCE = 60, 16
+# The share of the peak that may be left for the rounds to be worth what they cost.
+_WORTH = 0.99
 
 
 def lower_peak(pair: GraphPair, context: Context) -> None:
-    """Edit backward in place, or leave it as it is where no round finds a lower peak."""
-    graph = pair.backward.graph
+    """Edit backward in place, or leave it as it is where the peak would hardly fall."""
+    graph, fused = pair.backward.graph, context.config.inner == "inductor"
     if any(is_spelled_out(node, context) for node in graph.nodes) or _writes_inputs(pair):
         return
+    best = copy.deepcopy(graph)
+    lowest, bound, unfruitful = math.inf, Look.at(pair, fused=fused).level * _WORTH, 0
     _share(graph)
-    lowest, best, unfruitful = math.inf, graph, 0
     for _ in range(_ROUNDS + 1):
-        look = Look.at(pair, fused=context.config.inner == "inductor")
+        look = Look.at(pair, fused=fused)
         unfruitful = 0 if look.level < lowest else unfruitful + 1
-        if look.level < lowest:
-            lowest, best = look.level, copy.deepcopy(graph)
+        lowest = min(lowest, look.level)
+        if unfruitful == 0 and lowest <= bound:
+            best = copy.deepcopy(graph)
         if unfruitful > _PATIENCE or not (decode_again(look) or add_values(look) or add_gradients(look)):
             break
-    # The last rounds may have found nothing lower, and cost time.
-    if unfruitful:
+    # The last rounds may have found nothing lower, and all of them too little: that would cost time for nothing.
+    if unfruitful or lowest > bound:
         pair.backward.graph = best
 
 
