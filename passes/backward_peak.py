@@ -95,6 +95,8 @@ def read_behind(decoding: fx.Node, anchor: fx.Node) -> None:
     with decoding.graph.inserting_before(decoding):
         tied = add_call(decoding.graph, behind, (blob_of(decoding), anchor), f"{anchor.name}_behind")
     decoding.replace_input_with(blob, tied)
+    if blob.target is behind and not blob.users:
+        decoding.graph.erase_node(blob)
 
 
 def blob_of(decoding: fx.Node) -> fx.Node:

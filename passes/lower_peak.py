@@ -44,8 +44,7 @@ def lower_peak(pair: GraphPair, context: Context) -> None:
         if unfruitful > _PATIENCE or not (decode_again(look) or add_values(look) or add_gradients(look)):
             break
     # The last rounds may have found nothing lower, and all of them too little: that would cost time for nothing.
-    if unfruitful or lowest > bound:
-        pair.backward.graph = best
+    pair.backward.graph = best
 
 
 def _share(graph: fx.Graph) -> None:

@@ -32,8 +32,9 @@ def infer(node: fx.Node) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     values = tree_leaves([source.meta["val"] for source in node.all_input_nodes])
     tensor: Any = next(value for value in values if isinstance(value, torch.Tensor))
+    target: Any = node.target
     with tensor.fake_mode:
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = target(*args, **kwargs)
 
 
 def add_full(graph: fx.Graph, shape: list[int], number: float, like: Any) -> fx.Node:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -40,14 +41,15 @@ class Stream(nn.Module):
 class Skips(nn.Module):
     """A UNet's: what the first half makes is read once more behind the second, beside what is made there."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, tokens: bool = False) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.up = nn.ModuleList(nn.Conv2d(2 * width, width, 3, padding=1) for _ in range(3))
+        layer = nn.Linear if tokens else partial(nn.Conv2d, kernel_size=3, padding=1)
+        self.tokens, self.first = tokens, layer(3, width)
+        self.down = nn.ModuleList(layer(width, width) for _ in range(2))
+        self.up = nn.ModuleList(layer(2 * width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = [F.silu(self.first(x))]
+        kept = [F.silu(self.first(x.flatten(2).transpose(1, 2).flatten(0, 1) if self.tokens else x))]
         for layer in self.down:
             kept.append(F.silu(layer(kept[-1])))
         hidden = kept[-1].sin()
@@ -56,25 +58,8 @@ class Skips(nn.Module):
         return hidden.square().mean()
 
 
-class Tokens(nn.Module):
-    """Skips whose sizes are products of the batch's."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, width)
-        self.down = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = [F.silu(self.first(x.flatten(2).transpose(1, 2).flatten(0, 1)))]
-        for layer in self.down:
-            kept.append(F.silu(layer(kept[-1])))
-        hidden = kept[-1].sin()
-        for layer in self.up:
-            hidden = F.silu(layer(torch.cat([hidden, kept.pop()], 1)))
-        return hidden.square().mean()
-
-
+# Of tokens the sizes are products of the batch's.
+Tokens = partial(Skips, tokens=True)
 X = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
 
