@@ -44,11 +44,14 @@ def _released(user: fx.Node, waiting: dict[fx.Node, int], excess: dict[fx.Node, 
 
 
 def _excess(graph: fx.Graph, movable: set[fx.Node]) -> dict[fx.Node, int]:
-    """By node of ``movable``, the bytes beyond its own that it takes to compute it, shared values counted for each."""
+    """By node of ``movable``, the bytes beyond its own that it takes to compute it.
+
+    What others read as well is there anyway, and counts for none of them.
+    """
     peaks: dict[fx.Node, int] = {}
     sizes: dict[fx.Node, int] = {}
     for node in (node for node in graph.nodes if node in movable):
-        sources = [source for source in node.all_input_nodes if source in movable]
+        sources = [source for source in node.all_input_nodes if source in movable and len(source.users) == 1]
         there = peak = 0
         for source in sorted(sources, key=lambda s: peaks[s] - sizes[s], reverse=True):
             peak = max(peak, there + peaks[source])

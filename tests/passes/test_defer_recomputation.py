@@ -1,11 +1,16 @@
+from dataclasses import replace
+from typing import Any
+
 import torch
 from conftest import Trace, analyze, insert, run_pass
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 
 from gact_fx.codec.code import Code
 from gact_fx.graphs.live_memory import peak_nbytes
 from gact_fx.plan import GraphPlan, TensorPlan
 
+aten = torch.ops.aten
 decompress = torch.ops.gact_fx.decompress.default
 
 
@@ -87,3 +92,33 @@ def test_what_takes_most_memory_is_computed_first(trace: Trace) -> None:
             following.append(node)
             assert peak_nbytes(graph, graph.find_nodes(op="placeholder"), fused=False) >= peak
             following.prepend(node)
+
+
+def test_what_others_read_does_not_count(trace: Trace) -> None:
+    w, x, y = (torch.randn(64, 64, depth, requires_grad=True) for depth in (16, 8, 1))
+    pair = trace(lambda w, x, y: (w * w).sum() + (x * x).sum() + y.sum(), w, x, y)
+    graph = fx.Graph()
+    tangent = next(iter(pair.tangents()))
+    mode = FakeTensorMode()
+    given = [graph.placeholder(name) for name in ("w", "x", tangent)]
+    for node, depth in zip(given, (16, 8, 1), strict=True):
+        node.meta["val"] = mode.from_tensor(torch.randn(64, 64, depth))
+
+    def call(target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        with mode:
+            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def squares(of: fx.Node) -> fx.Node:
+        return call(aten.sum.dim_IntList, call(aten.mul.Tensor, of, of), [2], True)
+
+    # Of much memory to compute, but there already when the product of both sums' functions is computed, and longer.
+    shared = squares(given[0])
+    early = call(aten.mul.Tensor, given[2], shared)
+    small, large = call(aten.exp.default, shared), squares(given[1])
+    product = call(aten.mul.Tensor, early, call(aten.mul.Tensor, small, large))
+    graph.output((call(aten.mul.Tensor, product, shared),))
+    run_pass("defer_recomputation", replace(pair, backward=fx.GraphModule({}, graph)))
+    names = [node.name for node in graph.nodes]
+    assert names.index(large.name) < names.index(small.name)
