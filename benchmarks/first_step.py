@@ -30,20 +30,20 @@ import gact_fx
 WAYS = ("torch.compile", "gact_fx")
 
 
-def first_step(way: str, network: str, options: argparse.Namespace) -> float:
+def first_step(way: str, network: str, budget_bits: float, *, real: bool = False, amp: bool = False) -> float:
     """Seconds from the call of compile to the end of the first compiled step, in this process."""
-    model, batch, loss_fn = (build_real if options.real else build)(network)
+    model, batch, loss_fn = (build_real if real else build)(network)
     steps = 1
     start = time.perf_counter()
     if way == "torch.compile":
         model.compile()
-    elif options.real:
-        gact_fx.compile(model, budget_bits=options.budget_bits)
+    elif real:
+        gact_fx.compile(model, budget_bits=budget_bits)
         steps = 2
     else:
-        gact_fx.compile(model, budget_bits=options.budget_bits, sample_batches=[batch], loss_fn=loss_fn)
+        gact_fx.compile(model, budget_bits=budget_bits, sample_batches=[batch], loss_fn=loss_fn)
     for _ in range(steps):
-        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=options.amp):
+        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=amp):
             loss = loss_fn(model, batch)
         loss.backward()
     if torch.cuda.is_available():
@@ -75,11 +75,10 @@ def main() -> None:
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # measure here, print seconds
     options = parser.parse_args()
     if options.child:
-        print(first_step(options.child, options.networks[0], options))
+        numbers = options.networks[0], options.budget_bits
+        print(first_step(options.child, *numbers, real=options.real, amp=options.amp))
         return
-    print(
-        f"seconds from compile to the end of the first compiled step at budget_bits={options.budget_bits:g}; {describe()}"
-    )
+    print(f"seconds until the first compiled step is done, budget_bits={options.budget_bits:g}; {describe()}")
     print(f"{'network':10} {'torch.compile':>14} {'gact_fx':>9} {'ratio':>7}")
     results = {}
     for name in options.networks:

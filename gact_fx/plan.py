@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -179,6 +180,16 @@ class Plan:
             raise UsageError(
                 f"gact_fx.Plan.load: {source} is not a plan of gact_fx ({error}); write one with plan.save"
             ) from error
+
+
+def same_keys(saved: tuple[SavedTensor, ...], plan: GraphPlan) -> frozenset[str]:
+    """The keys that mean the same tensor in a graph and in the one that ``plan`` was made for.
+
+    Keys number the results of an operator: where one graph saves more of these, a number stands for another tensor.
+    """
+    here, there = (Counter(value.split("#")[0] for value in values) for values in (signature(saved), plan.saved))
+    operators = {operator for operator, count in here.items() if there[operator] == count}
+    return frozenset(tensor.key for tensor in saved if tensor.key.split("#")[0] in operators)
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:

@@ -5,18 +5,23 @@ is computed from parameters and unchanging buffers alone, and constants, are alw
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
 and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Under
 ``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual stream, too (`find_joins`).
+What only widens a saved tensor's numbers, or scales them then, is computed again: their codes would take as many bytes,
+and which of them the partitioner saves would differ between graphs of one model (a size that varies is enough).
 Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
 again they would be unbounded in the regions' inputs, so that these could not be rounded.
 
 The marks are those of PyTorch's selective checkpointing (``CheckpointPolicy``), which its min-cut partitioner obeys.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.operator_table import SCATTERS
+from gact_fx.graphs.edit import is_float
+from gact_fx.graphs.operator_table import CASTS, REORDERS, SCATTERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_joins import find_joins
@@ -26,6 +31,8 @@ from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 
+# Of one tensor and a number, they have the tensor's elements times it.
+_MULTIPLES = REORDERS | {aten.mul, aten.div, aten.neg}
 # Elements that share a statistic, at least.
 _FEW = 8
 
@@ -37,7 +44,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
     names expensive nodes that are to be computed again anyway.
     """
     recompute, products = context.config.recompute, context.products
-    from_parameters = set(joint.parameters())
+    from_parameters, widened = set(joint.parameters()), set[fx.Node]()
     for node in joint.before_tangents():
         if node.op != "call_function":
             continue
@@ -49,6 +56,9 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)
+        elif recompute != "off" and "recompute" not in node.meta and _only_widens(node, widened):
+            widened.add(node)
+            _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     if recompute == "auto" and context.config.budget_bytes is not None:
         for node in find_joins(joint.before_tangents()):
             _mark(node, CheckpointPolicy.MUST_SAVE)
@@ -60,6 +70,16 @@ def _is_wanted(node: fx.Node) -> bool:
     if "recompute" not in node.meta:
         return not is_cheap(node) or _is_scattered_exp(node)
     return node.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE and _is_reciprocal_deviation(node)
+
+
+def _only_widens(node: fx.Node, widened: Collection[fx.Node]) -> bool:
+    """Whether ``node`` has the numbers of one narrower tensor, or multiples of them, as those ``widened`` do."""
+    if len(node.all_input_nodes) != 1 or not is_float(node):
+        return False
+    (source,) = node.all_input_nodes
+    if packet_of(node) in CASTS:
+        return is_float(source) and source.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+    return source in widened and packet_of(node) in _MULTIPLES and node.args[0] is source
 
 
 def _is_scattered_exp(node: fx.Node) -> bool:

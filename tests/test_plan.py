@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mixed, gradients, mixed_batch
+from conftest import Mixed, Trace, analyze, gradients, mixed_batch
 from torch import nn
 
 import gact_fx
 from gact_fx import Plan
 from gact_fx.codec.code import Code
-from gact_fx.plan import GraphPlan, TensorPlan, differences, signature
+from gact_fx.config import Config
+from gact_fx.plan import GraphPlan, TensorPlan, differences, same_keys, signature
 from gact_fx.records import SavedTensor
+from gact_fx.training.rewrite import graph_plan
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -71,10 +73,32 @@ def test_a_plan_of_another_graph_is_refused() -> None:
         compiled(Mixed(), plan=replace(plan, graphs=()))(*mixed_batch())
 
 
-def test_differences_name_the_tensors() -> None:
-    def tensor(key: str, rank: int, owner: str = "nobody") -> SavedTensor:
-        return SavedTensor("t", key, "op", "", (2,) * rank, (1,) * rank, torch.float32, 0, 8, owner)
+def tensor(key: str, rank: int, owner: str = "nobody") -> SavedTensor:
+    return SavedTensor("t", key, "op", "", (2,) * rank, (1,) * rank, torch.float32, 0, 8, owner)
 
+
+def test_keys_mean_other_tensors_where_more_are_saved() -> None:
+    here = (tensor("aten.mm#0", 2), tensor("aten.mm#1", 2), tensor("aten.bmm#0", 3), tensor("aten.exp#0", 2))
+    saved = tuple(f"{key} torch.float32" for key in ("aten.mm#0", "aten.bmm#0", "aten.exp#0", "aten.exp#1"))
+    assert same_keys(here, GraphPlan("f", (), saved)) == {"aten.bmm#0"}
+    assert same_keys(here, GraphPlan("f", (), signature(here))) == {t.key for t in here}
+
+
+def test_the_nearest_plan_gives_no_width_to_another_tensor(trace: Trace) -> None:
+    layers = (nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU())
+    analysis = analyze(trace(nn.Sequential(*layers), torch.randn(64, 32)))
+    keys = [t.key for t, _ in analysis.quantized()]
+    assert {"aten.addmm#0", "aten.addmm#1", "aten.tanh#0"} <= set(keys)
+    # Made for a graph that is cut a little differently: the second result of a layer is the third one here.
+    saved = tuple(value for value in signature(analysis.saved) if not value.startswith("aten.addmm#1"))
+    nearest = GraphPlan("0" * 16, tuple(TensorPlan(key, Code(1)) for key in keys), saved)
+    chosen = graph_plan(analysis, Plan(4, "", (nearest,)), Config(), must_fit=False).entries()
+    widths = {key: None if entry.code is None else entry.code.bits for key, entry in chosen.items()}
+    assert widths["aten.tanh#0"] == 1
+    assert 1 not in {bits for key, bits in widths.items() if key.startswith("aten.addmm")}
+
+
+def test_differences_name_the_tensors() -> None:
     known = signature((tensor("aten.mm#0", 2), tensor("aten.relu#0", 4), tensor("input#0", 2, "caller")))
     plan = Plan(4, "", (GraphPlan("far", (), ("aten.sin#0 torch.float32 1",)), GraphPlan("near", (), known)))
     found = differences(plan, (tensor("aten.mm#0", 2), tensor("aten.bmm#0", 3)))

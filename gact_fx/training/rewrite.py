@@ -13,7 +13,7 @@ from gact_fx.graphs.aot import GraphPair, JointGraph
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass, Stage, run_passes
-from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, signature, tensor_seed
+from gact_fx.plan import GraphPlan, Plan, TensorPlan, differences, graph_fingerprint, same_keys, signature, tensor_seed
 from gact_fx.planning.budget import GraphTensors, choose_plan
 
 log = logging.getLogger("gact_fx")
@@ -129,7 +129,8 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
     default = choose_plan([GraphTensors(key, analysis, {})], alone, "", None).graphs[0]
     if found is None:
         return default
-    known, others = found.entries(), default.entries()
+    same, others = same_keys(analysis.saved, found), default.entries()
+    known = {key: entry for key, entry in found.entries().items() if key in same}
     chosen = []
     for tensor, how in analysis.quantized():
         entry = known.get(tensor.key, others[tensor.key])

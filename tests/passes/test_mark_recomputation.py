@@ -40,6 +40,20 @@ def test_one_side_of_a_pointwise_operator_is_saved(trace: Trace, inner: str, act
     assert sum(node.meta["val"].numel() for node in saved(pair)) == 64 * 64
 
 
+def test_what_only_widens_and_scales_is_computed_again(trace: Trace) -> None:
+    weights = [nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = ((x @ weight).view(4, 16, 2, 32).transpose(1, 2) for weight in weights)
+        # PyTorch widens and scales query and key, and multiplies in float32.
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1).sum()
+
+    pair = trace(function, torch.randn(4, 16, 64, dtype=torch.bfloat16), inner="inductor", recompute="auto")
+    kept = [node.meta["val"] for node in saved(pair)]
+    assert [x.shape for x in kept if x.dtype is torch.float32 and x.numel() >= 4 * 16 * 64] == []
+    assert {"convert_element_type", "mul"} <= recomputed(pair)
+
+
 def test_seeds_are_saved_and_masks_drawn_again(trace: Trace) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (F.dropout(F.dropout((x @ V).tanh(), 0.5) @ W, 0.1)).sum()
