@@ -188,8 +188,8 @@ def same_keys(saved: tuple[SavedTensor, ...], plan: GraphPlan) -> frozenset[str]
     Keys number the results of an operator: where one graph saves more of these, a number stands for another tensor.
     """
     here, there = (Counter(value.split("#")[0] for value in values) for values in (signature(saved), plan.saved))
-    operators = {operator for operator, count in here.items() if there[operator] == count}
-    return frozenset(tensor.key for tensor in saved if tensor.key.split("#")[0] in operators)
+    operators = {tensor.key: tensor.key.split("#")[0] for tensor in saved}
+    return frozenset(key for key, operator in operators.items() if here[operator] == there[operator])
 
 
 def _graph_plan(data: dict[str, Any]) -> GraphPlan:
