@@ -1,7 +1,8 @@
 """Mark, in the joint graph, what backward may compute again and what must be saved, before the partitioner cuts it.
 
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
-is computed from parameters and unchanging buffers alone, and constants, are always recomputed. Everything else is saved
+is computed from parameters and unchanging buffers alone, and constants, are always recomputed; and by cheap operators,
+what is computed from the batch, which the caller holds, such as autocast's copy of it. Everything else is saved
 where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
 and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Under
 ``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual stream, too (`find_joins`).
@@ -44,20 +45,26 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
     names expensive nodes that are to be computed again anyway.
     """
     recompute, products = context.config.recompute, context.products
-    from_parameters, widened = set(joint.parameters()), set[fx.Node]()
+    from_parameters, held, widened = set(joint.parameters()), set(joint.held_inputs()), set[fx.Node]()
     for node in joint.before_tangents():
         if node.op != "call_function":
             continue
         # Constants have no inputs at all.
         if from_parameters.issuperset(node.all_input_nodes) and not draws(node):
             from_parameters.add(node)
+            held.add(node)
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif node.name in products:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)
-        elif recompute != "off" and "recompute" not in node.meta and _only_widens(node, widened):
-            widened.add(node)
+        elif recompute != "off" and "recompute" not in node.meta:
+            if held.issuperset(node.all_input_nodes):
+                held.add(node)
+            elif _only_widens(node, widened):
+                widened.add(node)
+            else:
+                continue
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     if recompute == "auto" and context.config.budget_bytes is not None:
         for node in find_joins(joint.before_tangents()):

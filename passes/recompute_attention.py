@@ -3,7 +3,8 @@
 Fused attention saves its logsumexp, and backward exponentiates query times key against it. With rounded query and key
 and an exact logsumexp, rows of probabilities no longer sum to one, and a sharp row is off by orders of magnitude.
 Computed again from the rounded tensors, backward is the exact gradient of attention at those tensors, and the logsumexp
-need not be stored.
+need not be stored. Nor need the output, which the layer behind attention reads for the gradient of its weight: it is
+there by then.
 """
 
 from operator import getitem
@@ -12,7 +13,11 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call
+from gact_fx.graphs.edit import add_call, ancestors, behind
+from gact_fx.graphs.operator_table import NAMES, PRODUCTS
+from gact_fx.graphs.operators import packet_of
+from gact_fx.passes.find_bends import dependents_within
+from gact_fx.passes.find_masks import derivable_nodes
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -25,17 +30,30 @@ def recompute_attention(pair: GraphPair, context: Context) -> None:
 
     Attention with dropout is left alone: its mask cannot be drawn again.
     """
-    graph = pair.backward.graph
+    graph, derivable = pair.backward.graph, derivable_nodes(pair)
     for node in graph.find_nodes(op="call_function", target=BACKWARD):
-        _, query, key, value, output, logsumexp, dropout, is_causal = node.args[:8]
+        _, query, key, value, output, _, dropout, is_causal = node.args[:8]
         if dropout:
             continue
-        with graph.inserting_before(node):
-            inputs = (query, key, value, dropout, is_causal)
+        output = behind(output, NAMES)
+        # A layer that is itself computed again reads the output earlier, when attention need not be there yet.
+        is_last = not any(packet_of(n) in PRODUCTS for n in dependents_within(output, derivable))
+        first = min([node, *(output.users if is_last else ())])
+        inputs = (query, key, value, dropout, is_causal)
+        _move_before(first, [query, key, value, *(i for i in node.kwargs.values() if isinstance(i, fx.Node))])
+        with graph.inserting_before(first):
             again = add_call(graph, FORWARD, inputs, f"{node.name}_again", **node.kwargs)
-            for index, saved in enumerate((output, logsumexp)):
-                part = add_call(graph, getitem, (again, index), f"{node.name}_again_{index}")
-                node.replace_input_with(saved, part)
+            parts = [add_call(graph, getitem, (again, index), f"{node.name}_again_{index}") for index in range(2)]
+        if is_last:
+            output.replace_all_uses_with(parts[0])
+        node.args = (*node.args[:4], *parts, *node.args[6:])
+
+
+def _move_before(place: fx.Node, nodes: list[fx.Node]) -> None:
+    """Compute ``nodes``, which do not depend on ``place``, before it."""
+    for node in sorted(ancestors(nodes, lambda source: source < place)):
+        if node > place:
+            place.prepend(node)
 
 
 def recomputes(node: fx.Node) -> bool:

@@ -54,9 +54,10 @@ def split_cross_entropy(module: fx.GraphModule, *, loss_only: bool = False) -> l
 def _split(graph: fx.Graph, loss: fx.Node, head: Head) -> fx.Node:
     """Compute ``loss``, and the logarithms of the logits' sums of exponentials, from what the linear layer reads."""
     arguments = arguments_of(loss)
-    target, weights, dtype = arguments["target"], arguments["weight"], value(head.linear).dtype
+    target, weights = arguments["target"], arguments["weight"]
+    hidden, weight, bias = (*head.linear.args, None)[:3]
     with graph.inserting_before(loss):
-        hidden, weight, bias = (_cast(graph, node, dtype) for node in (*head.linear.args, None)[:3])
+        hidden = _cast(graph, hidden, value(head.linear).dtype)
         rows = _viewed(graph, hidden, head, value(head.linear.args[0]).shape[-1])
         options = (arguments["ignore_index"], arguments["label_smoothing"])
         both = graph.call_function(_OPERATOR, (rows, weight, bias, target, weights, None, *options))
@@ -93,8 +94,8 @@ def _share(graph: fx.Graph, head: Head, call: fx.Node) -> None:
 
 
 def _cast(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
-    """As autocast does."""
-    return node if node is None or value(node).dtype == dtype else graph.call_method("to", (node, dtype))
+    """As autocast does; what it does to the weight the operator does slab by slab."""
+    return node if value(node).dtype == dtype else graph.call_method("to", (node, dtype))
 
 
 def _viewed(graph: fx.Graph, start: fx.Node, head: Head, last: int) -> fx.Node:

@@ -139,6 +139,13 @@ class JointGraph:
         static = self.static_lifetime_input_indices or ()
         return frozenset(inputs[index] for index in static if index < len(inputs)) - self.mutated_inputs()
 
+    def held_inputs(self) -> frozenset[fx.Node]:
+        """The placeholders of what the caller gives and holds, a batch, and of `parameters`."""
+        inputs = set(self.joint.graph.find_nodes(op="placeholder")).intersection(self.before_tangents())
+        indices = {node: getattr(node.meta.get("desc"), "idx", None) for node in inputs}
+        given = {node for node, index in indices.items() if isinstance(index, int) and not self.upstream(index)}
+        return frozenset(given) - self.mutated_inputs() | self.parameters()
+
     def before_tangents(self) -> list[fx.Node]:
         """The nodes that do not depend on tangents: forward, and what backward could share with it."""
         # The partitioner itself tells tangents by this name.

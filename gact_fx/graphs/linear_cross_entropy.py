@@ -51,7 +51,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The loss and the logarithm of the sum of exponentials of every row, both (N,), float32 or float64.
 
-    ``target`` (N,) has whole numbers in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are
+    ``weight`` and ``bias`` may be wider than ``hidden``, as they are under autocast: each slab of them is rounded to
+    the dtype of ``hidden`` when it is used, and their gradients have their own dtype. ``target`` (N,) has whole numbers in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are
     those of ``hidden`` where somebody has computed them anyway. No gradient flows to the last two.
 
     Raises:
@@ -115,9 +116,12 @@ def linear_cross_entropy_backward(
             of_bias[start:stop] = change.sum(0)
         rounded = change.to(hidden.dtype)
         if output_mask[1]:
-            torch.mm(rounded.t(), hidden, out=of_weight[start:stop])
+            if weight.dtype == hidden.dtype:
+                torch.mm(rounded.t(), hidden, out=of_weight[start:stop])
+            else:
+                of_weight[start:stop] = rounded.t() @ hidden
         if output_mask[0]:
-            part = weight[start:stop]
+            part = weight[start:stop].to(hidden.dtype)
             if real == hidden.dtype:
                 of_hidden.addmm_(rounded, part)
             else:
@@ -137,7 +141,8 @@ def _slabs(rows: int, classes: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+    parts = (None if whole is None else whole[start:stop].to(hidden.dtype) for whole in (weight, bias))
+    return torch.nn.functional.linear(hidden, *parts)
 
 
 def _places(target: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +162,7 @@ def _empty_gradients(
     """Memory for the gradients that are asked for, that of ``hidden`` in ``dtype``; the others have no element."""
     of_hidden = hidden.new_empty(hidden.shape if mask[0] else (0,), dtype=dtype)
     of_weight = weight.new_empty(weight.shape if mask[1] else (0,))
-    of_bias = weight.new_empty(weight.shape[:1] if mask[2] and bias is not None else (0,))
+    of_bias = weight.new_empty((0,)) if bias is None else bias.new_empty(bias.shape if mask[2] else (0,))
     return of_hidden, of_weight, of_bias
 
 

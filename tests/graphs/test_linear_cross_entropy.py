@@ -62,6 +62,27 @@ def test_loss_and_gradients_are_those_of_whole_logits(
             assert a.dtype == b.dtype and float((a - b).norm()) <= TOLERANCE[dtype] * float(b.norm())
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_wider_weight_is_rounded_as_autocast_does(has_bias: bool) -> None:
+    hidden, weight, bias, target, _ = inputs(torch.float32, has_bias, False)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    rounded = [None if x is None else x.bfloat16() for x in (weight, bias)]
+    leaves = hidden, weight, bias
+    exact = differentiated(on_whole_logits(hidden, *rounded, target), leaves)
+    found = differentiated(operator(hidden, weight, bias, target, None, None, -100, 0.0), leaves)
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == b.dtype and float((a - b).norm()) <= TOLERANCE[torch.bfloat16] * float(b.norm())
+
+
+def test_of_a_wider_weight_no_copy_is_there_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLAB", 2**15)
+    hidden = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    weight, target = torch.randn(8192, 256, requires_grad=True), torch.randint(0, 8192, (128,))
+    found = peak_bytes(lambda: operator(hidden, weight, None, target, None, None, -100, 0.0)[0].mean())
+    # Beside its gradient.
+    assert found.step < 1.25 * weight.nbytes
+
+
 def test_only_what_is_asked_for_is_computed() -> None:
     hidden, weight, bias, target, _ = inputs(torch.float32, True, False)
     loss, _ = operator(hidden, weight.detach(), bias, target, None, None, -100, 0.0)
@@ -103,7 +124,8 @@ def test_the_schema_and_the_fakes() -> None:
     rows, lse = (x.detach() for x in operator(hidden, weight, bias, target, None, None, -100, 0.1))
     tensors = [x.detach() for x in (hidden, weight, bias)]
     for mask in ([True, True, True], [True, False, False]):
-        torch.library.opcheck(backward, (rows, lse, *tensors, target, None, lse, -100, 0.1, mask))
+        for narrow in (tensors[0], tensors[0].bfloat16()):
+            torch.library.opcheck(backward, (rows, lse, narrow, *tensors[1:], target, None, lse, -100, 0.1, mask))
 
 
 def test_logits_are_never_there_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,22 @@ def test_one_side_of_a_pointwise_operator_is_saved(trace: Trace, inner: str, act
     assert sum(node.meta["val"].numel() for node in saved(pair)) == 64 * 64
 
 
+@INNER
+def test_what_the_batch_gives_cheaply_is_computed_again(trace: Trace, inner: str) -> None:
+    tokens, table = torch.randint(0, 100, (8, 32)), nn.Parameter(torch.randn(100, 16))
+
+    def function(image: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        pixels = (image.float() / 255 - 0.5).bfloat16() @ V.bfloat16()
+        words = F.embedding(ids, table) * 4 + ids[..., None].float().sin()
+        return pixels.float().sum() + (words.tanh() @ V).sum()
+
+    pair = trace(function, torch.randint(0, 256, (64, 16), dtype=torch.uint8), tokens, inner=inner, recompute="auto")
+    assert not saved(pair)
+    # An activation from another graph is not there anyway.
+    upstream = trace(lambda x: (x.bfloat16() @ V.bfloat16()).sum(), X, inner=inner, recompute="auto", upstream=True)
+    assert [node.meta["val"].dtype for node in saved(upstream)] == [torch.bfloat16]
+
+
 def test_what_only_widens_and_scales_is_computed_again(trace: Trace) -> None:
     weights = [nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
 

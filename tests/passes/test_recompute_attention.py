@@ -25,8 +25,9 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)).square().sum()
 
 
-def test_backward_computes_attention_again(trace: Trace) -> None:
-    pair = trace(Attention(1.0), torch.randn(4, 64, 32))
+@pytest.mark.parametrize("recompute", ["auto", "off"])
+def test_backward_computes_attention_again(trace: Trace, recompute: str) -> None:
+    pair = trace(Attention(1.0), torch.randn(4, 64, 32), recompute=recompute)
     analysis = analyze(pair)
     graph = pair.backward.graph
     (node,) = graph.find_nodes(op="call_function", target=BACKWARD)
@@ -34,6 +35,10 @@ def test_backward_computes_attention_again(trace: Trace) -> None:
     assert {part.args for part in (node.args[4], node.args[5])} == {(again, 0), (again, 1)}
     kinds = {t.op: d.label for t, d in zip(analysis.saved, analysis.encodings, strict=True)}
     assert kinds["aten._scaled_dot_product_flash_attention_for_cpu[1]"] == "drop"
+    if recompute == "auto":
+        # The layer behind attention reads the output, too, for the gradient of its weight.
+        assert any(user is not node for user in node.args[4].users)
+        assert kinds["aten._scaled_dot_product_flash_attention_for_cpu[0]"] == "drop"
     assert not any("not linear" in decision.reason for decision in analysis.encodings)
 
 
@@ -46,3 +51,27 @@ def test_gradients_stay_close_however_sharp(inner: str, is_causal: bool, scale: 
     model(x).backward(), reference(x).backward()
     assert relative_error(gradients(model), gradients(reference)) < bound
     assert gact_fx.inspect(model).ratio > 3
+
+
+class Residual(nn.Module):
+    """Attention, and a layer whose result is computed again from what attention gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.last = Attention(1.0), nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.attention
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in a.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.last(self.norm(x + a.out(y)).tanh()).square().sum()
+
+
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_a_layer_behind_attention_reads_what_is_computed_again(recompute: str) -> None:
+    model, reference, x = Residual(), Residual(), torch.randn(4, 64, 32)
+    gact_fx.compile(model, budget_bits=8, inner="eager", recompute=recompute, min_elements=64, sample_batches=[x])
+    model(x).backward(), reference(x).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.02

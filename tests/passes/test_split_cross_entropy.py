@@ -305,6 +305,24 @@ def test_logits_that_are_read_in_the_graph() -> None:
     assert relative_error(gradients(model), gradients(reference)) < 1e-6
 
 
+def test_under_autocast_no_weight_is_cast_whole() -> None:
+    model, reference = pair(SPLIT["mean"], bias=True)
+    seen: list[fx.Graph] = []
+    watched = Watched()
+
+    def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        run = watched(graph, inputs)
+        seen.append(graph.graph)
+        return run
+
+    for network in (torch.compile(model, backend=backend), reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            network(*batch()).backward()
+    (call,) = seen[0].find_nodes(op="call_function", target=operator)
+    assert [node.op for node in call.args[1:3]] == ["placeholder", "placeholder"]
+    assert relative_error(gradients(model), gradients(reference)) < 1e-2
+
+
 def test_whoever_reads_the_loss_alone_gets_no_logits() -> None:
     model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z))
     watched, given = Watched(loss_only=True), batch()
