@@ -308,7 +308,7 @@ def test_logits_that_are_read_in_the_graph() -> None:
 def test_under_autocast_no_weight_is_cast_whole() -> None:
     model, reference = pair(SPLIT["mean"], bias=True)
     seen: list[fx.Graph] = []
-    watched = Watched()
+    watched, given = Watched(), batch()
 
     def backend(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         run = watched(graph, inputs)
@@ -317,7 +317,7 @@ def test_under_autocast_no_weight_is_cast_whole() -> None:
 
     for network in (torch.compile(model, backend=backend), reference):
         with torch.autocast("cpu", torch.bfloat16):
-            network(*batch()).backward()
+            network(*given).backward()
     (call,) = seen[0].find_nodes(op="call_function", target=operator)
     assert [node.op for node in call.args[1:3]] == ["placeholder", "placeholder"]
     assert relative_error(gradients(model), gradients(reference)) < 1e-2
