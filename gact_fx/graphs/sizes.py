@@ -91,6 +91,17 @@ class RowSymbol:
                 found = apart.clone().movedim(0, dimension).flatten(dimension, dimension + 1)
         return found
 
+    def repeat(self, fake: Any, value: Any, rows: int) -> Any:
+        """What ``value``, which has ``rows``, is where each of these is there twice."""
+        if not self.is_in(fake):
+            return value
+        if not isinstance(value, torch.Tensor):
+            return _share(value, rows, 2 * rows)
+        for dimension, size in enumerate(fake.shape):
+            if self.is_in(size):
+                value = torch.cat([value, value], dimension)
+        return value
+
 
 def known_symbols(fakes: Sequence[Any], values: Sequence[Any]) -> dict[Any, int]:
     """What the symbols in ``fakes``, a graph's inputs as they were traced, stand for where these have ``values``."""

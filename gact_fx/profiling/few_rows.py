@@ -4,29 +4,30 @@ The step itself runs on the whole batch. Of it a few rows of what forward reads 
 backward has ended the same graphs run on these, whose rows were traced as a size that varies.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
-from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.edit import copy_module, is_float_tensor
 from gact_fx.graphs.operators import has_collectives
 from gact_fx.graphs.replay import Replay
-from gact_fx.graphs.sizes import RowSymbol, known_symbols, with_symbols
+from gact_fx.graphs.sizes import RowSymbol, is_symbolic, known_symbols, with_symbols
 from gact_fx.graphs.trees import tree_map
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
 from gact_fx.profiling.tied_rows import are_tied
 
-# The fewest rows that are measured of a small batch, and of others, and the bytes that these save, uncompressed: of
-# fewer, figures scatter.
-FEWEST, FEW = 2, 4
+# The fewest rows that are measured, and the bytes that these save, uncompressed: of fewer, figures scatter.
+FEWEST = 2
 ENOUGH_NBYTES = 2**23
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
@@ -37,7 +38,8 @@ class FewRows:
     """A ``few`` of the ``rows`` of one call of a pair of graphs, by ``symbol``.
 
     ``inputs`` are forward's, ``tangents`` backward's by name, ``squared_norm`` that of the whole batch's gradient; the
-    last two are there once `keep_tangents` and `keep_results` were called.
+    last two are there once `keep_tangents` and `keep_results` were called. ``sums_rows``: tangents that have rows say
+    something.
     """
 
     pair: GraphPair
@@ -48,8 +50,6 @@ class FewRows:
     inputs: Sequence[Any]
     tangents: dict[str, Any] = field(default_factory=dict)
     squared_norm: float = 0.0
-    # The loss of the whole batch, where it is a result; whether tangents that have rows say anything.
-    loss: float | None = None
     sums_rows: bool = False
 
     @classmethod
@@ -64,8 +64,11 @@ class FewRows:
         if rows is None:
             return None
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
-        few = max(FEWEST, min(FEW, rows // 2), math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
-        if 2 * few > rows or are_tied(pair.forward.graph, symbol, few / rows):
+        least = max(FEWEST, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
+        # Statistics of a batch norm may want more.
+        counts = (count for count in (least, 2 * least) if 2 * count <= rows)
+        few = next((count for count in counts if not are_tied(pair.forward.graph, symbol, count / rows)), None)
+        if few is None:
             return None
         written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}
         cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
@@ -89,10 +92,6 @@ class FewRows:
                 self.sums_rows |= self.symbol.is_in(fake) and isinstance(value, torch.Tensor) and bool(value.any())
                 self.tangents[node.name] = self.symbol.cut(node.meta.get("val"), value, self.rows, self.few)
 
-    def keep_outputs(self, outputs: Sequence[Any]) -> None:
-        """Of the whole batch's forward pass."""
-        self.loss = _scalar(outputs)
-
     def keep_results(self, results: Sequence[Any]) -> None:
         """Of the whole batch's backward pass."""
         self.squared_norm = sum(squared_norm(x) for x in results if _is_float(x))
@@ -100,12 +99,11 @@ class FewRows:
     def step(self) -> Step:
         """Run forward on the rows; the step knows what share of the whole batch's variance theirs is."""
         pair = self._pair_of_few()
-        devices = {x.device.index for x in self.inputs if isinstance(x, torch.Tensor) and x.is_cuda}
-        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+        with self._without_trace():
             outputs = interpret_graph(self.pair.forward)(list(self.inputs))
         given = {saved.placeholder.name: outputs[saved.position] for saved in self.pair.saved_values()}
         given.update(self.tangents)
-        loss = _scalar(outputs[: self.pair.num_user_outputs])
+        loss = next((float(x) for x in outputs[: self.pair.num_user_outputs] if _is_number(x)), None)
         # What the model returns, such as logits, may be most of what there is.
         del outputs
         arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
@@ -131,7 +129,7 @@ class FewRows:
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
         has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
-        graph is, its value tells.
+        graph is, its value tells where every row is there twice.
 
         Raises:
             ValueError: that cannot be told, or the rows have next to no gradient.
@@ -143,19 +141,41 @@ class FewRows:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
         if self.sums_rows:
             return times
-        whole = self.loss
-        share = few / whole if few is not None and whole else math.nan
-        if times ** -(1 / 3) < share < times ** (1 / 3):
+        twice = self._loss_of_twice()
+        share = twice / few if twice is not None and few else math.nan
+        if 2**-0.5 < share < 2**0.5:
             return 1 / times
-        if times ** -(4 / 3) < share < times ** -(2 / 3):
+        if 2**0.5 < share < 2**1.5:
             return times
-        raise ValueError(f"whether a loss of {whole} is a mean or a sum, one of {few} does not tell")
+        raise ValueError(f"whether a loss of {few} is a mean or a sum, one of {twice} for twice the rows does not tell")
+
+    def _loss_of_twice(self) -> float | None:
+        """The loss of the rows when each of them is there twice; None where the graph has none."""
+        forward = copy_module(self.pair.forward)
+        output = forward.graph.output_node()
+        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        nodes = [node for node in results[: self.pair.num_user_outputs] if isinstance(node, fx.Node)]
+        numbers = [node for node in nodes if _is_number(node.meta.get("val"))]
+        if not numbers:
+            return None
+        # Without the rest nothing is held for backward.
+        output.args = (tuple(numbers[:1]),)
+        forward.graph.eliminate_dead_code()
+        fakes = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
+        given = [self.symbol.repeat(fake, x, self.few) for fake, x in zip(fakes, self.inputs, strict=True)]
+        with self._without_trace():
+            return float(interpret_graph(forward)(given)[0])
+
+    @contextlib.contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        """Graphs run without autograd, and the caller's random numbers stay as they were."""
+        devices = {x.device.index for x in self.inputs if isinstance(x, torch.Tensor) and x.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+            yield
 
 
-def _scalar(outputs: Sequence[Any]) -> float | None:
-    """The first result of one number."""
-    numbers = (x for x in outputs if _is_float(x) and x.numel() == 1)
-    return next((float(x) for x in numbers if not x.is_complex()), None)
+def _is_number(x: Any) -> bool:
+    return is_float_tensor(x) and all(not is_symbolic(size) and size == 1 for size in x.shape)
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -106,9 +106,7 @@ class Recorder:
                 if bits is not None and key not in self._narrowed:
                     self._narrowed[key] = narrowed(pair, analysis, bits)
                 outputs = (run if bits is None else self._narrowed[key][0])(arguments)
-            if is_cut:
-                self._of_few(lambda few: few.keep_outputs(outputs[: pair.num_user_outputs]))
-            elif self._tape is not None:
+            if self._tape is not None and not is_cut:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
 
