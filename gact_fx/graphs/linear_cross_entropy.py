@@ -52,8 +52,9 @@ def linear_cross_entropy(
     """The loss and the logarithm of the sum of exponentials of every row, both (N,), float32 or float64.
 
     ``weight`` and ``bias`` may be wider than ``hidden``, as they are under autocast: each slab of them is rounded to
-    the dtype of ``hidden`` when it is used, and their gradients have their own dtype. ``target`` (N,) has whole numbers in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are
-    those of ``hidden`` where somebody has computed them anyway. No gradient flows to the last two.
+    the dtype of ``hidden`` when it is used, and their gradients have their own dtype. ``target`` (N,) has whole numbers
+    in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are those of ``hidden`` where somebody
+    has computed them anyway. No gradient flows to the last two.
 
     Raises:
         IndexError: a target out of range; on other devices than the CPU, an assertion on the device.
@@ -141,8 +142,8 @@ def _slabs(rows: int, classes: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    parts = (None if whole is None else whole[start:stop].to(hidden.dtype) for whole in (weight, bias))
-    return torch.nn.functional.linear(hidden, *parts)
+    part = None if bias is None else bias[start:stop].to(hidden.dtype)
+    return torch.nn.functional.linear(hidden, weight[start:stop].to(hidden.dtype), part)
 
 
 def _places(target: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
