@@ -76,12 +76,15 @@ def _producer(node: fx.Node) -> fx.Node:
 def _keys(pair: GraphPair, producers: Sequence[fx.Node]) -> list[str]:
     """Operator and occurrence, counted in the order in which forward computes them.
 
-    Inputs are counted as they are saved: traced anew, a graph may have them in another order.
+    Inputs are counted as they are saved, what earlier graphs computed before what is held anyway: traced anew, a graph
+    may have them in another order.
     """
-    place = {node: at for at, node in enumerate(pair.forward.graph.nodes) if node.op != "placeholder"}
+    place = {node: at for at, node in enumerate(pair.forward.graph.nodes)}
+    for node in pair.forward.graph.find_nodes(op="placeholder"):
+        place[node] = -2 if node.name in pair.upstream_inputs else -1
     counts: Counter[str] = Counter()
     keys = [""] * len(producers)
-    for index in sorted(range(len(producers)), key=lambda index: place.get(producers[index], -1)):
+    for index in sorted(range(len(producers)), key=lambda index: place[producers[index]]):
         op = _op_name(producers[index])
         keys[index] = f"{op}#{counts[op]}"
         counts[op] += 1
