@@ -87,7 +87,8 @@ class Pass:
 def run_passes(passes: Sequence[Pass], context: Context) -> Context:
     """Run ``passes`` in their order over ``context.joint`` or ``context.pair``; returns the context with their results.
 
-    After every pass the graphs that it edits lose dead code, are linted and recompiled, and the pair is verified.
+    After every pass the graphs that it edits lose dead code and are linted, and the pair is verified. They are recompiled
+    when all passes have run: passes read graphs, and never their code.
 
     Raises:
         GraphVerificationError: a pass broke a graph.
@@ -97,6 +98,8 @@ def run_passes(passes: Sequence[Pass], context: Context) -> Context:
     for each in passes:
         if each.when(context):
             context = _run(each, context)
+    for module in _modules(context.pair or context.joint):
+        module.recompile()
     return context
 
 
@@ -113,7 +116,6 @@ def _run(each: Pass, context: Context) -> Context:
         module: fx.GraphModule = getattr(graphs, label)
         module.graph.eliminate_dead_code()
         module.graph.lint()
-        module.recompile()
     if isinstance(graphs, GraphPair) and each.edits and context.saved and not each.unfinished:
         verify_graphs(graphs, tuple(tensor.name for tensor in context.saved))
     seconds = time.perf_counter() - start
@@ -134,6 +136,9 @@ def _try_cut(
     return found.pair, found.analysis
 
 
+def _modules(graphs: GraphPair | JointGraph | None) -> tuple[fx.GraphModule, ...]:
+    return (graphs.forward, graphs.backward) if isinstance(graphs, GraphPair) else (graphs.joint,) if graphs else ()
+
+
 def _text(graphs: GraphPair | JointGraph | None) -> tuple[str, ...]:
-    modules = (graphs.forward, graphs.backward) if isinstance(graphs, GraphPair) else (graphs.joint,) if graphs else ()
-    return tuple(module.print_readable(print_output=False) for module in modules)
+    return tuple(module.print_readable(print_output=False) for module in _modules(graphs))
