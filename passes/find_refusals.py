@@ -4,9 +4,9 @@ import torch
 from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
-from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.edit import ancestors
-from gact_fx.graphs.operator_table import REDUCTIONS, REORDERS, STATISTICS
+from gact_fx.graphs.operator_table import CASTS, PRODUCTS, REDUCTIONS, REORDERS, STATISTICS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import SizeBuilder, is_symbolic
 from gact_fx.passes.find_masks import draws
@@ -22,12 +22,13 @@ _OWNERS = {
 
 def find_refusals(pair: GraphPair, saved: tuple[SavedTensor, ...], *, min_elements: int) -> dict[str, str]:
     """Of every saved tensor, by name, the reason why it is kept exact; '' where there is none."""
-    sources = {value.name: value.source for value in pair.saved_values()}
+    values = {value.name: value for value in pair.saved_values()}
     sizes = SizeBuilder(pair.backward.graph)
-    return {t.name: _refusal(t, sources[t.name], pair, min_elements, sizes) for t in saved}
+    return {t.name: _refusal(t, values[t.name], pair, min_elements, sizes) for t in saved}
 
 
-def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
+def _refusal(tensor: SavedTensor, value: SavedValue, pair: GraphPair, min_elements: int, sizes: SizeBuilder) -> str:
+    node = value.source
     if tensor.owner in _OWNERS:
         return _OWNERS[tensor.owner]
     if tensor.dtype not in (*SOURCE_DTYPES, torch.bool):
@@ -36,7 +37,7 @@ def _refusal(tensor: SavedTensor, node: fx.Node, pair: GraphPair, min_elements: 
         return f"fewer than {max(min_elements, 1)} elements"
     if tensor.nbytes > tensor.storage_nbytes:
         return "an expanded view, whose memory is smaller than its codes would be"
-    if tensor.dtype is not torch.bool and _is_statistic(node):
+    if tensor.dtype is not torch.bool and _is_statistic(node) and not _is_factor(value.placeholder):
         return STATISTIC
     roots = [i for i in ancestors([node]) if (i.op in ("placeholder", "get_attr") and not _is_size(i)) or draws(i)]
     if all(root.name in pair.static_inputs for root in roots):
@@ -59,6 +60,15 @@ def _is_statistic(node: fx.Node) -> bool:
     is_local = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet in REORDERS
     inputs = [i for i in node.all_input_nodes if not _is_size(i)]
     return is_local and bool(inputs) and all(_is_statistic(i) for i in inputs)
+
+
+def _is_factor(node: fx.Node) -> bool:
+    """Whether matrix products alone read ``node``, as they do the features that are the mean of a sequence or image."""
+    users = list(node.users)
+    return bool(users) and all(
+        _is_factor(user) if packet_of(user) in REORDERS | CASTS else packet_of(user) in PRODUCTS - REDUCTIONS
+        for user in users
+    )
 
 
 def _is_size(node: fx.Node) -> bool:
