@@ -3,9 +3,10 @@
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed; and by cheap operators,
 what is computed from the batch, which the caller holds, such as autocast's copy of it. Everything else is saved
-where backward needs it: matrix products, for their time; reductions and fused normalisations, whose results are small
-and would be biased if they came from rounded values; and every choice of an index, which rounding could flip. Under
-``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual stream, too (`find_joins`).
+where backward needs it: matrix products, for their time (`find_batched_products` has exceptions); reductions and fused
+normalisations, whose results are small and would be biased if they came from rounded values; and every choice of an
+index, which rounding could flip. Under ``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual
+stream, too (`find_joins`).
 What only widens a saved tensor's numbers, or scales them then, is computed again: their codes would take as many bytes,
 and which of them the partitioner saves would differ between graphs of one model (a size that varies is enough).
 Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
@@ -25,6 +26,7 @@ from gact_fx.graphs.edit import is_float
 from gact_fx.graphs.operator_table import CASTS, REORDERS, SCATTERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
+from gact_fx.passes.find_batched_products import find_batched_products
 from gact_fx.passes.find_joins import find_joins
 from gact_fx.passes.find_masks import draws
 from gact_fx.passes.is_cheap import is_cheap
@@ -46,7 +48,10 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
     """
     recompute, products = context.config.recompute, context.products
     from_parameters, held, widened = set(joint.parameters()), set(joint.held_inputs()), set[fx.Node]()
-    for node in joint.before_tangents():
+    forward = joint.before_tangents()
+    if recompute != "off":
+        products = products | {node.name for node in find_batched_products(forward) if "recompute" not in node.meta}
+    for node in forward:
         if node.op != "call_function":
             continue
         # Constants have no inputs at all.
@@ -67,7 +72,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
                 continue
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     if recompute == "auto" and context.config.budget_bytes is not None:
-        for node in find_joins(joint.before_tangents()):
+        for node in find_joins(forward):
             _mark(node, CheckpointPolicy.MUST_SAVE)
     return recompute != "off"
 

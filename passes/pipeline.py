@@ -87,8 +87,8 @@ class Pass:
 def run_passes(passes: Sequence[Pass], context: Context) -> Context:
     """Run ``passes`` in their order over ``context.joint`` or ``context.pair``; returns the context with their results.
 
-    After every pass the graphs that it edits lose dead code and are linted, and the pair is verified. They are recompiled
-    when all passes have run: passes read graphs, and never their code.
+    After every pass the graphs that it edits lose dead code and are linted, and the pair is verified. They are
+    recompiled when all passes have run: passes read graphs, and never their code.
 
     Raises:
         GraphVerificationError: a pass broke a graph.
