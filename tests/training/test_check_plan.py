@@ -116,7 +116,8 @@ def test_what_was_said_too_little_of_is_found_and_planned_for(factor: float) -> 
     plan = chosen(profiles)
     after = plan.graphs[0].entries()[tensor.key]
     assert profile.excess[tensor.key] > 2 and after.excess > 2
-    assert after.bits is not None and before.bits is not None and after.bits > before.bits
+    # More bits, or none spared at all.
+    assert before.bits is not None and (after.bits is None or after.bits > before.bits)
     with torch.no_grad():
         found = PlanMeter(steps, 1).squared_error(plan)
     assert plan.variance is not None and 0.4 < found / plan.variance < 2.5
