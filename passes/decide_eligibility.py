@@ -92,8 +92,11 @@ class _Decisions:
         self._statistics = {tensor.name: tensor.storage_nbytes for tensor in computed}
         # Of several tensors that lead to one coefficient the first pays for the statistics.
         self._paid: set[str] = set()
-        # Inputs and results lie in memory as they were traced.
+        # Inputs and results lie in memory as they were traced, and so does what fused attention is computed from: its
+        # kernels read elements of a head as if they lay side by side, wherever they are.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
+        attention = pair.backward.graph.find_nodes(op="call_function", target=ATTENTION)
+        fixed |= {node.name for node in ancestors(i for again in attention for i in again.all_input_nodes)}
         self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
 
     def _settle(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> tuple[MaskAnalysis, Readers]:

@@ -75,3 +75,31 @@ def test_a_layer_behind_attention_reads_what_is_computed_again(recompute: str) -
     gact_fx.compile(model, budget_bits=8, inner="eager", recompute=recompute, min_elements=64, sample_batches=[x])
     model(x).backward(), reference(x).backward()
     assert relative_error(gradients(model), gradients(reference)) < 0.02
+
+
+class Pixels(nn.Module):
+    """Attention over the pixels of an image, between convolutions, for which Inductor lays tensors out channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+        self.attention = Attention(5.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image, a = self.first(x), self.attention
+        parts = a.qkv(image.flatten(2).transpose(1, 2)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in parts)
+        y = a.out(F.scaled_dot_product_attention(5 * q, k, v).transpose(1, 2).flatten(2))
+        return self.last(image + y.transpose(1, 2).unflatten(2, image.shape[2:])).square().sum()
+
+
+@INNER
+def test_heads_are_never_laid_out_channels_last(inner: str) -> None:
+    """Fused attention would read wrong numbers, without a word."""
+    model, reference, x = Pixels(), Pixels(), torch.randn(4, 3, 8, 8)
+    gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner, min_elements=64)
+    for _ in range(2):
+        model.zero_grad(), reference.zero_grad()
+        model(x).backward(), reference(x).backward()
+        assert relative_error(gradients(model), gradients(reference)) < 0.02
