@@ -49,4 +49,4 @@ def _readers(node: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
 
 def _work(product: fx.Node) -> int:
     """Multiply-adds on the traced batch."""
-    return numel(product) * hint(product.args[0].meta["val"].shape[-1])
+    return numel(product) * hint(product.all_input_nodes[0].meta["val"].shape[-1])

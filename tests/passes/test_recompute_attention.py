@@ -78,7 +78,7 @@ def test_a_layer_behind_attention_reads_what_is_computed_again(recompute: str) -
 
 
 class Pixels(nn.Module):
-    """Attention over the pixels of an image, between convolutions, for which Inductor lays tensors out channels last."""
+    """Attention over pixels, between convolutions, for which Inductor lays tensors out channels last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +100,7 @@ def test_heads_are_never_laid_out_channels_last(inner: str) -> None:
     model, reference, x = Pixels(), Pixels(), torch.randn(4, 3, 8, 8)
     gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner, min_elements=64)
     for _ in range(2):
-        model.zero_grad(), reference.zero_grad()
-        model(x).backward(), reference(x).backward()
+        for network in (model, reference):
+            network.zero_grad()
+            network(x).backward()
         assert relative_error(gradients(model), gradients(reference)) < 0.02
