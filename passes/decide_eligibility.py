@@ -14,6 +14,7 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
+from gact_fx.graphs.operators import name_of
 from gact_fx.graphs.sizes import SizeBuilder, hint, is_same
 from gact_fx.passes.bound_indices import bits_of, packable_range
 from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
@@ -95,8 +96,8 @@ class _Decisions:
         # Inputs and results lie in memory as they were traced, and so does what fused attention is computed from: its
         # kernels read elements of a head as if they lay side by side, wherever they are.
         fixed = {t.name for t in saved if t.boundary is not None} | set(self.aliases.values())
-        attention = pair.backward.graph.find_nodes(op="call_function", target=ATTENTION)
-        fixed |= {node.name for node in ancestors(i for again in attention for i in again.all_input_nodes)}
+        attention = [n for n in self._nodes.values() if name_of(n.target).startswith("_scaled_dot_product")]
+        fixed |= {node.name for node in ancestors(attention)}
         self._reordered = channels_last_nodes(pair.forward, config.inner) - fixed
 
     def _settle(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> tuple[MaskAnalysis, Readers]:

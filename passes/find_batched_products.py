@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
-from gact_fx.graphs.edit import numel
+from gact_fx.graphs.edit import numel, readers
 from gact_fx.graphs.operator_table import CASTS, REORDERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
@@ -30,21 +30,15 @@ def find_batched_products(forward: Sequence[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _is_found(node: fx.Node, inside: Collection[fx.Node]) -> bool:
-    readers = _readers(node, inside)
-    if not readers or any(packet_of(reader) not in _PRODUCTS or _work(reader) < _work(node) for reader in readers):
+    found = _readers(node, inside)
+    if not found or any(packet_of(reader) not in _PRODUCTS or _work(reader) < _work(node) for reader in found):
         return False
     return all(any(packet_of(r) is aten.bmm for r in _readers(factor, inside)) for factor in node.all_input_nodes)
 
 
 def _readers(node: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
     """What reads ``node`` in backward, or what is the same in another order or dtype."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        if packet_of(user) in REORDERS | CASTS:
-            found += _readers(user, inside)
-        elif user not in inside:
-            found.append(user)
-    return found
+    return [reader for reader in readers(node, REORDERS | CASTS) if reader not in inside]
 
 
 def _work(product: fx.Node) -> int:

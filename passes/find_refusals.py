@@ -5,7 +5,7 @@ from torch import fx
 
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.graphs.aot import GraphPair, SavedValue
-from gact_fx.graphs.edit import ancestors
+from gact_fx.graphs.edit import ancestors, readers
 from gact_fx.graphs.operator_table import CASTS, PRODUCTS, REDUCTIONS, REORDERS, STATISTICS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import SizeBuilder, is_symbolic
@@ -64,11 +64,8 @@ def _is_statistic(node: fx.Node) -> bool:
 
 def _is_factor(node: fx.Node) -> bool:
     """Whether matrix products alone read ``node``, as they do the features that are the mean of a sequence or image."""
-    users = list(node.users)
-    return bool(users) and all(
-        _is_factor(user) if packet_of(user) in REORDERS | CASTS else packet_of(user) in PRODUCTS - REDUCTIONS
-        for user in users
-    )
+    found = readers(node, REORDERS | CASTS)
+    return bool(found) and all(packet_of(reader) in PRODUCTS - REDUCTIONS for reader in found)
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -239,8 +239,8 @@ def _keep_saved_tensors() -> None:
 def channels_last_nodes(forward: fx.GraphModule, inner: str) -> frozenset[str]:
     """Nodes that Inductor will lay out channels-last although the graph says contiguous.
 
-    Only a matter of speed: reading a tensor in an order that is not its memory's costs a copy, never a wrong value; but
-    for fused attention, which reads wrong ones (`decide_eligibility`).
+    Only a matter of speed, but for fused attention: reading a tensor in an order that is not its memory's costs a copy,
+    while attention's kernels would read wrong values. What these read is not to be laid out so (`decide_eligibility`).
     """
     if inner != "inductor":
         return frozenset()

@@ -89,6 +89,11 @@ def behind(node: Any, packets: Container[Any]) -> Any:
     return node
 
 
+def readers(node: fx.Node, packets: Container[Any]) -> list[fx.Node]:
+    """What reads ``node``, or what any number of these operators of one tensor make of it."""
+    return [r for user in node.users for r in (readers(user, packets) if packet_of(user) in packets else [user])]
+
+
 def is_float(node: fx.Node) -> bool:
     """Whether ``node`` gives one floating-point tensor."""
     return is_float_tensor(node.meta.get("val"))

@@ -106,9 +106,10 @@ def test_each_way_of_storing_is_tried_as_training_stores_it(name: str) -> None:
 @pytest.mark.parametrize("factor", [1e-3, 1e-6])
 def test_what_was_said_too_little_of_is_found_and_planned_for(factor: float) -> None:
     steps = record(Mixed(), *mixed_batch())
-    # The one that takes the most of the variance when it gets few bits.
+    # The one that takes the most of the variance when it gets few bits; the mean is so small that it would stay exact.
     exact = measure_step(steps, CONFIG)[0]
-    tensor = max((t for t, _ in steps[0].analysis.quantized()), key=lambda t: exact[t.name].value)
+    large = (t for t, _ in steps[0].analysis.quantized() if t.op != "aten.mean.dim")
+    tensor = max(large, key=lambda t: exact[t.name].value)
     latest, profiles = profiled(steps, {tensor.name: factor})
     before = chosen(profiles).graphs[0].entries()[tensor.key]
     check_plan(latest, profiles, lambda: chosen(profiles), 0)
@@ -116,8 +117,7 @@ def test_what_was_said_too_little_of_is_found_and_planned_for(factor: float) -> 
     plan = chosen(profiles)
     after = plan.graphs[0].entries()[tensor.key]
     assert profile.excess[tensor.key] > 2 and after.excess > 2
-    # More bits, or none spared at all.
-    assert before.bits is not None and (after.bits is None or after.bits > before.bits)
+    assert after.bits is not None and before.bits is not None and after.bits > before.bits
     with torch.no_grad():
         found = PlanMeter(steps, 1).squared_error(plan)
     assert plan.variance is not None and 0.4 < found / plan.variance < 2.5
