@@ -23,6 +23,7 @@ from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
+from gact_fx.passes.find_attention import find_attention
 from gact_fx.passes.find_plan import find_plan
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
 from gact_fx.passes.fuse_codec import fuse_codec
@@ -49,6 +50,7 @@ JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forw
 PIPELINE: tuple[Pass, ...] = (
     Pass("weigh_plain_cut", weigh_plain_cut, gives="plain", when=lambda c: is_share(c.config.budget_bytes)),
     Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
+    Pass("find_attention", find_attention, gives="attention", when=lambda c: c.config.recompute != "off"),
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),
     Pass("partition", partition, gives="pair"),

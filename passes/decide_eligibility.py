@@ -50,10 +50,10 @@ MOST_COEFFICIENTS = 4
 
 def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
     """The encoding of every saved tensor."""
-    config, saved = context.config, context.saved
+    saved = context.saved
     refused: dict[str, str] = {}
     while True:
-        decisions = _Decisions(pair, saved, config, refused)
+        decisions = _Decisions(pair, context, refused)
         encodings = [decisions.encoding(tensor) for tensor in saved]
         stuck = {how.name: _STUCK for how in encodings if isinstance(how, Quantize) and _is_stuck(how)}
         if not stuck:
@@ -68,9 +68,8 @@ def decide_eligibility(pair: GraphPair, context: Context) -> GraphAnalysis:
 class _Decisions:
     """What the analyses say of all saved tensors together; `encoding` says what follows for one of them."""
 
-    def __init__(
-        self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config, refused: Mapping[str, str]
-    ) -> None:
+    def __init__(self, pair: GraphPair, context: Context, refused: Mapping[str, str]) -> None:
+        config, saved, self._attention = context.config, context.saved, context.attention
         self._values = {value.name: value for value in pair.saved_values()}
         ranges = {t.name: packable_range(t, self._values[t.name], config.min_elements) for t in saved}
         self._ranges = {name: found for name, found in ranges.items() if found is not None}
@@ -106,8 +105,8 @@ class _Decisions:
             _refuse_shared(saved, self._reasons)
             exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
-            masks = find_masks(pair, lossy)
-            readers = find_readers(pair, lossy & masks.values, masks.hosts)
+            masks = find_masks(pair, lossy, self._attention)
+            readers = find_readers(pair, lossy & masks.values, masks.hosts, self._attention)
             nonlinear = {
                 name: f"backward is not linear in this tensor ({reader})" for name, reader in readers.nonlinear.items()
             }
@@ -187,7 +186,8 @@ class _Decisions:
         self._paid.update(needed)
         statistics = tuple((name, self._statistics[name]) for name in needed)
         # Attention that is computed again has a width of its own.
-        if len(read) == len(masks) and not bends(chain, starts, (ATTENTION,)):
+        attention = {node for node in chain if node.target is ATTENTION or node.name in self._attention}
+        if len(read) == len(masks) and not bends(chain, starts, attention):
             return {"statistics": statistics}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)
         total = sum(map(numel, ends))

@@ -50,9 +50,9 @@ def dependents_within(start: fx.Node, within: Collection[fx.Node], masks: Collec
     return seen
 
 
-def bends(chain: Collection[fx.Node], starts: Collection[fx.Node], straight: Collection[object] = ()) -> bool:
+def bends(chain: Collection[fx.Node], starts: Collection[fx.Node], straight: Collection[fx.Node] = ()) -> bool:
     """Whether any node of ``chain`` behind its ``starts`` is not affine in the others; ``straight`` are taken to be."""
-    behind = (node for node in chain if node not in starts and node.target not in straight)
+    behind = (node for node in chain if node not in starts and node not in straight)
     return not all(_is_straight(node, chain) for node in behind)
 
 

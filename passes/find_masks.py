@@ -6,7 +6,7 @@ follows from saved values alone is therefore taken in forward, and stored at one
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,15 @@ class MaskAnalysis:
     sole: frozenset[str]
 
 
-def find_masks(pair: GraphPair, lossy: frozenset[str]) -> MaskAnalysis:
+def find_masks(pair: GraphPair, lossy: frozenset[str], attention: Collection[str] = ()) -> MaskAnalysis:
     """Split the uses of the ``lossy`` saved tensors into exact decisions and values.
 
     A tensor that feeds a decision which cannot be taken in forward is refused, which may make other nodes exact, so the
-    walk is repeated until nothing more is refused.
+    walk is repeated until nothing more is refused. Of the nodes named in ``attention`` none is such a decision.
     """
     refused: dict[str, str] = {}
     while True:
-        hosts, sole, more = _walk(pair, lossy - refused.keys())
+        hosts, sole, more = _walk(pair, lossy - refused.keys(), attention)
         if not more:
             return MaskAnalysis(hosts, refused, values_read(pair, frozenset(hosts)), sole)
         refused.update(more)
@@ -58,7 +58,9 @@ def derivable_nodes(pair: GraphPair) -> frozenset[fx.Node]:
     return frozenset(derivable)
 
 
-def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
+def _walk(
+    pair: GraphPair, lossy: frozenset[str], attention: Collection[str]
+) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
     outputs = [node for node in pair.backward_outputs if isinstance(node, fx.Node)]
     needed = ancestors(outputs)
     placeholders = {placeholder.name: placeholder for placeholder in pair.backward.graph.find_nodes(op="placeholder")}
@@ -73,7 +75,7 @@ def _walk(pair: GraphPair, lossy: frozenset[str]) -> tuple[dict[str, str], froze
         if node.op == "output":
             continue
         sources[node] = frozenset().union(*(sources[i] for i in node.all_input_nodes))
-        if not sources[node] or node not in needed:
+        if not sources[node] or node not in needed or node.name in attention:
             continue
         if _is_boolean(node) and node in derivable:
             decisions.append(node)

@@ -27,7 +27,7 @@ class Readers:
 
     ``nonlinear``: saved tensor → an operator that is not linear in it. ``unknown``: saved tensor → one of which nothing
     is known. ``curved``: the saved tensors from which backward computes again what it then differentiates, and which
-    bends: the query and key of fused attention, and what recurrent layers read.
+    bends: the query and key of attention, and what recurrent layers read.
     """
 
     nonlinear: dict[str, str]
@@ -35,8 +35,13 @@ class Readers:
     curved: frozenset[str]
 
 
-def find_readers(pair: GraphPair, lossy: Collection[str], masks: Collection[str]) -> Readers:
-    """The readers of the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact."""
+def find_readers(
+    pair: GraphPair, lossy: Collection[str], masks: Collection[str], attention: Collection[str] = ()
+) -> Readers:
+    """The readers of the ``lossy`` saved tensors, given that the nodes in ``masks`` are exact.
+
+    ``attention`` names the nodes of attention that backward computes again (`find_attention`).
+    """
     nonlinear: dict[str, str] = {}
     unknown: dict[str, str] = {}
     curved: set[str] = set()
@@ -50,7 +55,8 @@ def find_readers(pair: GraphPair, lossy: Collection[str], masks: Collection[str]
             if not is_known(user):
                 unknown.setdefault(placeholder.name, str(user.target))
             again = _QUERY_AND_KEY if recomputes(user) else COMPUTED_AGAIN.get(packet_of(user), ())
-            if any(user.args[i] is node for i in again):
+            enters_attention = user.name in attention and node.name not in attention
+            if enters_attention or any(user.args[i] is node for i in again):
                 curved.add(placeholder.name)
             if _is_nonlinear(node, user, derivable):
                 nonlinear.setdefault(placeholder.name, str(user.target))

@@ -3,10 +3,10 @@
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed; and by cheap operators,
 what is computed from the batch, which the caller holds, such as autocast's copy of it. Everything else is saved
-where backward needs it: matrix products, for their time (`find_batched_products` has exceptions); reductions and fused
-normalisations, whose results are small and would be biased if they came from rounded values; and every choice of an
-index, which rounding could flip. Under ``budget_bytes``, which limits the peak, ``"auto"`` saves the sums of a residual
-stream, too (`find_joins`).
+where backward needs it: matrix products, for their time (`find_attention` and `find_batched_products` have exceptions);
+reductions and fused normalisations, whose results are small and would be biased if they came from rounded values; and
+every choice of an index, which rounding could flip. Under ``budget_bytes``, which limits the peak, ``"auto"`` saves the
+sums of a residual stream, too (`find_joins`).
 What only widens a saved tensor's numbers, or scales them then, is computed again: their codes would take as many bytes,
 and which of them the partitioner saves would differ between graphs of one model (a size that varies is enough).
 Of regions that the user checkpoints, only the 1 / deviations of normalisations are saved, a number a row: computed
@@ -59,7 +59,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
             from_parameters.add(node)
             held.add(node)
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
-        elif node.name in products:
+        elif node.name in products or node.name in context.attention:
             _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
         elif recompute != "off" and _is_wanted(node):
             _mark(node, CheckpointPolicy.MUST_SAVE)

@@ -51,6 +51,7 @@ class Context:
     pair: GraphPair | None = None
     plain: PairMemory = NOTHING
     copies: frozenset[str] = frozenset()
+    attention: frozenset[str] = frozenset()
     products: frozenset[str] = frozenset()
     is_free: bool = False
     replaced: Mapping[str, int] = field(default_factory=dict)

@@ -26,8 +26,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from gact_fx.graphs.edit import add_call, copy_module, dependents
+from gact_fx.graphs.edit import add_call, ancestors, copy_module, dependents
 from gact_fx.graphs.tensors import storage_key
+from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
 
@@ -151,6 +152,11 @@ class JointGraph:
         # The partitioner itself tells tangents by this name.
         depends = dependents(self.joint.graph, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
         return [node for node in self.joint.graph.nodes if node not in depends and node.op != "output"]
+
+    def forward(self) -> set[fx.Node]:
+        """The nodes that the results of the forward pass are computed from."""
+        results = tree_leaves(self.joint.graph.output_node().args)[: self.num_fwd_outputs]
+        return ancestors(node for node in results if isinstance(node, fx.Node))
 
     def mutated_inputs(self) -> frozenset[fx.Node]:
         """The inputs that are written to by the time backward runs.
