@@ -33,6 +33,7 @@ from gact_fx.passes.lower_peak import lower_peak
 from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
 from gact_fx.passes.move_cuts import move_cuts
+from gact_fx.passes.multiply_in_turn import multiply_in_turn
 from gact_fx.passes.partition import partition
 from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
@@ -72,6 +73,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("spread_numbers", spread_numbers, edits=BOTH, when=lambda c: c.is_profiling),
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("multiply_in_turn", multiply_in_turn, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),

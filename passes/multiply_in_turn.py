@@ -1,0 +1,89 @@
+"""Have backward multiply a gradient with attention's probabilities before it makes the gradient of these.
+
+The gradient of attention's output is multiplied twice: with the probabilities, for the value, and with the value, for
+the probabilities. What is made of either is as large as the scores are, and Inductor would make both in one kernel.
+In turn there are three such tensors at a time instead of four or five. Dropout's numbers are drawn again for the second
+one, from the same seed.
+"""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call, ancestors, behind, dependents
+from gact_fx.graphs.live_memory import storages
+from gact_fx.graphs.operator_table import CASTS, REORDERS
+from gact_fx.passes.pipeline import Context
+
+aten = torch.ops.aten
+_BEHIND = torch.ops.gact_fx.behind.default
+_RESHAPED = REORDERS | {aten.expand} | CASTS
+
+
+def multiply_in_turn(pair: GraphPair, context: Context) -> None:
+    """Edit backward in place: the second product reads the gradient `behind` the first."""
+    if context.config.inner != "inductor":
+        return
+    graph, tangents = pair.backward.graph, pair.tangents()
+    depends = dependents(graph, lambda node: node.name in tangents)
+    products = [node for node in graph.find_nodes(op="call_function", target=aten.bmm.default) if node in depends]
+    for first in products:
+        factors = {factor: behind(factor, _RESHAPED) for factor in first.all_input_nodes}
+        if not any(factor.name in context.attention for factor in factors.values()):
+            continue
+        gradients = [source for source in factors.values() if source in depends]
+        for second in products:
+            shared = [i for i in second.all_input_nodes if behind(i, _RESHAPED) in gradients]
+            is_apart = second is not first and first not in ancestors([second]) and second not in ancestors([first])
+            if is_apart and len(shared) == 1 and _nbytes(second) > 2 * _nbytes(shared[0]):
+                _wait(graph, second, shared[0], first)
+                _draw_again(graph, second, first, depends)
+
+
+def _wait(graph: fx.Graph, product: fx.Node, factor: fx.Node, first: fx.Node) -> None:
+    """Have ``product``, which reads ``factor``, made behind ``first``."""
+    for node in sorted(ancestors([first], lambda node: node < product)):
+        if node > product:
+            product.prepend(node)
+    with graph.inserting_before(product):
+        late = add_call(graph, _BEHIND, (factor, first), f"{factor.name}_late")
+    product.replace_input_with(factor, late)
+
+
+def _draw_again(graph: fx.Graph, product: fx.Node, first: fx.Node, depends: Collection[fx.Node]) -> None:
+    """Have the dropout mask that both ``first`` and what follows from ``product`` read made twice."""
+    late, before = dependents(graph, lambda node: node is product), ancestors([first])
+    for numbers in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_random.default):
+        made = _made_of(numbers, depends)
+        readers = sorted({user for node in made for user in node.users if user in late})
+        if not readers or numbers not in before:
+            continue
+        seed: Any = numbers.args[1]
+        with graph.inserting_before(readers[0]):
+            copies = {seed: add_call(graph, _BEHIND, (seed, first), f"{numbers.name}_seed")}
+            for node in made:
+                copies[node] = graph.node_copy(node, partial(_of, copies))
+        for user in readers:
+            for source in user.all_input_nodes:
+                user.replace_input_with(source, _of(copies, source))
+
+
+def _made_of(numbers: fx.Node, depends: Collection[fx.Node]) -> list[fx.Node]:
+    """``numbers``, and what follows from them without a tangent, in the order of their graph."""
+    found = {numbers: None}
+    for node in numbers.graph.nodes:
+        if node not in depends and node.op == "call_function" and not found.keys().isdisjoint(node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _of(copies: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return copies.get(node, node)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(storages(node).values())

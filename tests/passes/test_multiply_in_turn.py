@@ -1,0 +1,61 @@
+"""In backward of attention that is spelled out, a gradient meets the probabilities before these get theirs."""
+
+import copy
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from peak_bytes import peak_bytes
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+
+ROWS, WIDTH, HEADS, LENGTH = 2, 64, 4, 512
+SCORES = ROWS * HEADS * LENGTH * LENGTH * 4
+
+
+class Attention(nn.Module):
+    """Attention with dropout, which PyTorch spells out on the CPU, or a model does."""
+
+    def __init__(self, dropout: float, spells_out: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.spells_out = dropout, spells_out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, dim=-1))
+        if self.spells_out:
+            found = F.dropout((q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1), self.dropout) @ v
+        else:
+            found = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2)).square().sum()
+
+
+@pytest.mark.both_compilers
+@pytest.mark.parametrize("inner", ["inductor"])
+@pytest.mark.parametrize("spells_out", [True, False])
+def test_no_more_than_three_tensors_of_scores(inner: str, spells_out: bool) -> None:
+    model, x = Attention(0.1, spells_out), torch.randn(ROWS, LENGTH, WIDTH)
+    gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner)
+    model(x).backward()
+    model.zero_grad()
+    peak = peak_bytes(lambda: model(x))
+    assert peak.step < 3.4 * SCORES, peak
+
+
+@pytest.mark.both_compilers
+@pytest.mark.parametrize("inner", ["inductor"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_what_forward_drew(inner: str, dropout: float) -> None:
+    """As torch.compile's with the same seed, which draws the same numbers."""
+    model, reference, x = Attention(dropout), Attention(dropout), torch.randn(ROWS, LENGTH, WIDTH)
+    gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner)
+    model(x).backward()
+    model.zero_grad()
+    compiled = torch.compile(copy.deepcopy(reference))
+    for each in (model, compiled):
+        torch.manual_seed(1)
+        each(x).backward()
+    assert relative_error(gradients(model), gradients(compiled)) < 0.02
