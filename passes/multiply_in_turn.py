@@ -17,11 +17,14 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, ancestors, behind, dependents
 from gact_fx.graphs.live_memory import storages
 from gact_fx.graphs.operator_table import CASTS, REORDERS
+from gact_fx.passes.is_cheap import is_cheap
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 _BEHIND = torch.ops.gact_fx.behind.default
 _RESHAPED = REORDERS | {aten.expand} | CASTS
+# So many times larger than the gradient is a product that is worth a copy of the gradient.
+_LARGER = 2
 
 
 def multiply_in_turn(pair: GraphPair, context: Context) -> None:
@@ -33,15 +36,15 @@ def multiply_in_turn(pair: GraphPair, context: Context) -> None:
     products = [node for node in graph.find_nodes(op="call_function", target=aten.bmm.default) if node in depends]
     for first in products:
         factors = {factor: behind(factor, _RESHAPED) for factor in first.all_input_nodes}
-        if not any(factor.name in context.attention for factor in factors.values()):
-            continue
+        probabilities = [factor for factor, source in factors.items() if source.name in context.attention]
         gradients = [source for source in factors.values() if source in depends]
-        for second in products:
+        for second in products if probabilities else ():
             shared = [i for i in second.all_input_nodes if behind(i, _RESHAPED) in gradients]
-            is_apart = second is not first and first not in ancestors([second]) and second not in ancestors([first])
-            if is_apart and len(shared) == 1 and _nbytes(second) > 2 * _nbytes(shared[0]):
+            if second is first or len(shared) != 1 or _nbytes(second) <= _LARGER * _nbytes(shared[0]):
+                continue
+            if first not in ancestors([second]) and second not in ancestors([first]):
                 _wait(graph, second, shared[0], first)
-                _draw_again(graph, second, first, depends)
+                _draw_again(second, first, ancestors(probabilities), depends)
 
 
 def _wait(graph: fx.Graph, product: fx.Node, factor: fx.Node, first: fx.Node) -> None:
@@ -54,13 +57,14 @@ def _wait(graph: fx.Graph, product: fx.Node, factor: fx.Node, first: fx.Node) ->
     product.replace_input_with(factor, late)
 
 
-def _draw_again(graph: fx.Graph, product: fx.Node, first: fx.Node, depends: Collection[fx.Node]) -> None:
-    """Have the dropout mask that both ``first`` and what follows from ``product`` read made twice."""
-    late, before = dependents(graph, lambda node: node is product), ancestors([first])
-    for numbers in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_random.default):
+def _draw_again(product: fx.Node, first: fx.Node, before: Collection[fx.Node], depends: Collection[fx.Node]) -> None:
+    """Have what follows from ``product`` read another draw of the numbers in ``before``, which ``first`` multiplies."""
+    graph = product.graph
+    late = dependents(graph, lambda node: node is product)
+    for numbers in sorted(node for node in before if node.target is torch.ops.prims.inductor_random.default):
         made = _made_of(numbers, depends)
         readers = sorted({user for node in made for user in node.users if user in late})
-        if not readers or numbers not in before:
+        if not readers:
             continue
         seed: Any = numbers.args[1]
         with graph.inserting_before(readers[0]):
@@ -73,10 +77,10 @@ def _draw_again(graph: fx.Graph, product: fx.Node, first: fx.Node, depends: Coll
 
 
 def _made_of(numbers: fx.Node, depends: Collection[fx.Node]) -> list[fx.Node]:
-    """``numbers``, and what follows from them without a tangent, in the order of their graph."""
+    """``numbers``, and what cheap operators make of them without a tangent, in the order of their graph."""
     found = {numbers: None}
     for node in numbers.graph.nodes:
-        if node not in depends and node.op == "call_function" and not found.keys().isdisjoint(node.all_input_nodes):
+        if node not in depends and is_cheap(node) and not found.keys().isdisjoint(node.all_input_nodes):
             found[node] = None
     return list(found)
 
