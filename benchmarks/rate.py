@@ -32,16 +32,14 @@ import torch
 from machine import describe, save
 from networks import Batch, build
 from real_data import tinyshakespeare
+from sensitivity import recorded
 from torch import Tensor, nn
 
-import gact_fx
 from gact_fx.config import Config
 from gact_fx.profiling import adjoint
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.rounding_meter import RoundingMeter
 from gact_fx.profiling.tape import Step
-from gact_fx.training.check_plan import MeasuredStep
-from gact_fx.training.session import Session
 
 GROUP = 256
 # Bits of a group's metadata, an element.
@@ -112,24 +110,6 @@ def _another(batch: Batch) -> Batch:
     if "edge_index" in batch:
         return batch
     return {key: x.flip(0).roll(7, -1) if x.dim() > 1 else x.flip(0) for key, x in batch.items()}
-
-
-def recorded(model: nn.Module, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> list[Step]:
-    """One training step, as profiling records it."""
-    steps: list[Step] = []
-    measure_as_usual = Session.measure
-
-    def keep(self: Session, found: Sequence[Step], bar: object = None) -> MeasuredStep | None:
-        steps.extend(found)
-        return measure_as_usual(self, found, bar)
-
-    Session.measure = keep  # type: ignore[method-assign, assignment]
-    torch._dynamo.reset()
-    try:
-        gact_fx.compile(copy.deepcopy(model), sample_batches=[batch], loss_fn=loss_fn)
-    finally:
-        Session.measure = measure_as_usual  # type: ignore[method-assign]
-    return steps
 
 
 def groups_of(steps: Sequence[Step], rows: int, probes: int) -> dict[str, Groups]:
@@ -263,7 +243,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, dict[str, float
     model, batches, loss_fn = network(name, options.train)
     both = []
     for batch in batches:
-        steps = recorded(model, batch, loss_fn)
+        steps = recorded(copy.deepcopy(model), batch, loss_fn)
         # The variance of a few rows is that share of the whole batch's, or so many times it.
         share = min(steps[0].weight, 1 / steps[0].weight)
         both.append(groups_of(steps, round(share * min(len(x) for x in batch.values())), options.probes))

@@ -67,10 +67,9 @@ def network(name: str) -> Network:
     return Broken(wave if name == "eager" else None), {"x": torch.randn(256, 64)}, lambda model, batch: model(**batch)
 
 
-def recorded_step(name: str) -> list[Step]:
-    """One training step of a fresh network, as profiling records it."""
+def recorded(model: nn.Module, batch: Batch, loss_fn: Callable[[nn.Module, Batch], torch.Tensor]) -> list[Step]:
+    """One training step, as profiling records it."""
     torch._dynamo.reset()
-    model, batch, loss_fn = network(name)
     steps: list[Step] = []
     measure_as_usual = Session.measure
 
@@ -87,7 +86,7 @@ def recorded_step(name: str) -> list[Step]:
 
 
 def measure(name: str, draws: int, probes: int) -> dict[str, float]:
-    steps = recorded_step(name)
+    steps = recorded(*network(name))
     with torch.no_grad():
         start = time.perf_counter()
         adjoint = measure_step(steps, Config(profile_draws=probes))

@@ -15,7 +15,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, ancestors, behind, dependents
-from gact_fx.graphs.live_memory import storages
+from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operator_table import CASTS, REORDERS
 from gact_fx.passes.is_cheap import is_cheap
 from gact_fx.passes.pipeline import Context
@@ -40,7 +40,7 @@ def multiply_in_turn(pair: GraphPair, context: Context) -> None:
         gradients = [source for source in factors.values() if source in depends]
         for second in products if probabilities else ():
             shared = [i for i in second.all_input_nodes if behind(i, _RESHAPED) in gradients]
-            if second is first or len(shared) != 1 or _nbytes(second) <= _LARGER * _nbytes(shared[0]):
+            if second is first or len(shared) != 1 or nbytes(second) <= _LARGER * nbytes(shared[0]):
                 continue
             if first not in ancestors([second]) and second not in ancestors([first]):
                 _wait(graph, second, shared[0], first)
@@ -87,7 +87,3 @@ def _made_of(numbers: fx.Node, depends: Collection[fx.Node]) -> list[fx.Node]:
 
 def _of(copies: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return copies.get(node, node)
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(storages(node).values())

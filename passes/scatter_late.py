@@ -10,7 +10,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, ancestors, dependents
-from gact_fx.graphs.live_memory import storages
+from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operator_table import PRODUCTS, REDUCTIONS, SCATTERS
 from gact_fx.graphs.operators import packet_of
 from gact_fx.passes.pipeline import Context
@@ -39,14 +39,10 @@ def scatter_late(pair: GraphPair, context: Context) -> None:
         sources = [source for source in node.all_input_nodes if source in depends]
         before = ancestors(sources)
         last = next((product for product in reversed(products) if product not in before), None)
-        if last is None or len(sources) != 1 or len(node.users) != 1 or _nbytes(node) < _LARGER * _nbytes(sources[0]):
+        if last is None or len(sources) != 1 or len(node.users) != 1 or nbytes(node) < _LARGER * nbytes(sources[0]):
             continue
         place = max(last, node)
         with graph.inserting_after(place):
             late = add_call(graph, behind, (sources[0], last), f"{sources[0].name}_late")
         node.replace_input_with(sources[0], late)
         late.append(node)
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(storages(node).values())

@@ -271,6 +271,11 @@ def _is_loop(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_of_library(node)
 
 
+def nbytes(node: fx.Node) -> int:
+    """Bytes of the memory that the results of ``node`` lie in, on the traced batch."""
+    return sum(storages(node).values())
+
+
 def is_of_library(node: fx.Node) -> bool:
     """Whether Inductor generates no loops for what ``node`` calls: a library has it, or it is not PyTorch's own."""
     packet = packet_of(node)

@@ -14,7 +14,6 @@ import gact_fx
 BOTH = pytest.mark.both_compilers
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 WIDTH, HEADS, LENGTH = 32, 2, 64
-PAIRS = (4, HEADS, LENGTH, LENGTH)
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
