@@ -69,7 +69,7 @@ class Groups:
         """Of every group, in codes of ``bits``."""
         if bits == 0:
             return self.energy
-        return (self.rotated2 if rotated else self.step2) * self.weight / (12 * (2**bits - 1) ** 2)
+        return (self.rotated2 if rotated else self.step2) * self.weight / (12 * float(2**bits - 1) ** 2)
 
 
 class Keeping(RoundingMeter):
