@@ -132,6 +132,44 @@ Layout lay_out(const Codec& codec, ScalarType dtype, int64_t numel, uint8_t* dat
   return {{data, data + minimum, data + step, numel}, end};
 }
 
+// Groups of a row that stand one behind the other and have codes of one width.
+struct Run {
+  int64_t first, count;  // groups
+  int bits;
+};
+
+// The runs of `by_place`, which has a digit for every group of a row.
+std::vector<Run> to_runs(const char* op, std::string_view by_place, int64_t numel, int64_t group_size) {
+  std::vector<Run> runs;
+  for (size_t at = 0; at < by_place.size(); ++at) {
+    const int bits = by_place[at] - '0';
+    check(1 <= bits && bits <= 8, op, "by_place must have digits from 1 to 8, got '", by_place, "'");
+    if (runs.empty() || runs.back().bits != bits) runs.push_back({int64_t(at), 0, bits});
+    ++runs.back().count;
+  }
+  const int64_t row = int64_t(by_place.size()) * group_size;
+  check(row == 0 || numel % row == 0, op, "by_place must be for whole rows, got ", by_place.size(), " groups of ",
+        group_size, " for ", numel, " elements");
+  return runs;
+}
+
+// Codecs of the runs have seeds one behind the other: groups of one index have noise of their own in each.
+Codec of_run(Codec codec, const Run& run, size_t index) {
+  codec.bits = run.bits;
+  codec.seed += index;
+  return codec;
+}
+
+// The bytes of a float tensor's blob: of `places` groups in a row, where there are runs of these.
+int64_t runs_nbytes(const Codec& codec, ScalarType dtype, int64_t numel, const std::vector<Run>& runs, int64_t places) {
+  if (runs.empty()) return lay_out(codec, dtype, numel, nullptr).nbytes;
+  int64_t nbytes = 0;
+  for (const Run& run : runs) {
+    nbytes += lay_out(of_run(codec, run, 0), dtype, numel / places * run.count, nullptr).nbytes;
+  }
+  return nbytes;
+}
+
 // Nothing where more than kMaxRank dimensions remain.
 std::optional<Strided> to_strided(const Tensor& x) {
   const IntHeaderOnlyArrayRef sizes = x.sizes(), strides = x.strides();
@@ -186,7 +224,14 @@ struct Cpu {
   static void compress(const Strided& values, const Codec& codec, const Blob& blob) {
     cpu::compress(values, codec, blob);
   }
-  static void decompress(const Blob& blob, const Codec& codec, void* values) { cpu::decompress(blob, codec, values); }
+  static void decompress(const Blob& blob, const Codec& codec, void* values) {
+    cpu::decompress(blob, codec, {values, blob.numel, 0});
+  }
+  // Into columns `first` to `first + length` of the matrix `values`.
+  static void decompress_columns(const Blob& blob, const Codec& codec, Tensor& values, int64_t first, int64_t length) {
+    const int64_t itemsize = item_size(values.scalar_type());
+    cpu::decompress(blob, codec, {bytes_of(values) + first * itemsize, length, (values.size(1) - length) * itemsize});
+  }
   static bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) {
     return cpu::pack_integers(values, integers, packed);
   }
@@ -210,6 +255,13 @@ struct Cuda {
   }
   void decompress(const Blob& blob, const Codec& codec, void* values) const {
     cuda::decompress(blob, codec, values, stream);
+  }
+  void decompress_columns(const Blob& blob, const Codec& codec, Tensor& values, int64_t first, int64_t length) const {
+    const std::array<int64_t, 2> size = {values.size(0), length};
+    const Tensor decoded = empty(size, values.scalar_type(), values);
+    decompress(blob, codec, decoded.mutable_data_ptr());
+    Tensor columns = torch::stable::narrow(values, 1, first, length);
+    torch::stable::copy_(columns, decoded);
   }
   // What is out of range is found on the device.
   bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) const {
@@ -247,15 +299,41 @@ Tensor compress_integers(const Device& device, const Tensor& x, int64_t bits) {
 }
 
 template <class Device>
+void compress_runs(const Device& device, const Tensor& x, const Codec& codec, const std::vector<Run>& runs,
+                   int64_t places, uint8_t* data) {
+  const Tensor source = as_contiguous(x);
+  const int itemsize = item_size(x.scalar_type());
+  const int64_t row = places * codec.group_size, rows = x.numel() / row;
+  const auto* from = static_cast<const uint8_t*>(source.const_data_ptr());
+  for (size_t index = 0; index < runs.size(); ++index) {
+    const Run& run = runs[index];
+    const int64_t length = run.count * codec.group_size;
+    const bool is_whole = length == row || rows == 1;
+    const Strided values = {from + run.first * codec.group_size * itemsize,
+                            rows * length,
+                            is_whole ? 1 : 2,
+                            {is_whole ? rows * length : rows, length},
+                            {is_whole ? 1 : row, 1}};
+    const Codec of = of_run(codec, run, index);
+    const Layout layout = lay_out(of, x.scalar_type(), values.numel, data);
+    device.compress(values, of, layout.blob);
+    data += layout.nbytes;
+  }
+}
+
+template <class Device>
 Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const std::optional<Tensor>& mask,
-                std::string_view rounding) {
+                std::string_view rounding, std::string_view by_place) {
   const ScalarType dtype = x.scalar_type();
   check(!mask || !is_integer(dtype), "compress", "mask must be None where the tensor is a mask or integer itself");
   if (mask && mask->device() != x.device()) {
     fail("compress", "mask must lie on ", to_string(x.device()), ", got ", to_string(mask->device()));
   }
   const Device device(x);
-  if (is_integer(dtype)) return compress_integers(device, x, bits);
+  if (is_integer(dtype)) {
+    check(by_place.empty(), "compress", "by_place must be '' for masks and integers, got '", by_place, "'");
+    return compress_integers(device, x, bits);
+  }
 
   const Codec codec = to_codec("compress", dtype, bits, group_size, seed, rounding);
   const int64_t numel = x.numel();
@@ -267,10 +345,13 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
     mask_bytes = as_contiguous(*mask);
     mask_integers.numel = mask->numel();
   }
-  const int64_t float_nbytes = lay_out(codec, dtype, numel, nullptr).nbytes;
+  const std::vector<Run> runs = to_runs("compress", by_place, numel, group_size);
+  const int64_t float_nbytes = runs_nbytes(codec, dtype, numel, runs, int64_t(by_place.size()));
   Tensor blob = empty_bytes(float_nbytes + packed_nbytes(mask_integers), x);
   uint8_t* data = bytes_of(blob);
-  if (numel) {
+  if (numel && !runs.empty()) {
+    compress_runs(device, x, codec, runs, int64_t(by_place.size()), data);
+  } else if (numel) {
     Tensor source = x;
     std::optional<Strided> values = to_strided(source);
     if (!values || !Device::reads(*values, codec)) {
@@ -284,8 +365,22 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
 }
 
 template <class Device>
+void decompress_runs(const Device& device, uint8_t* data, const Codec& codec, const std::vector<Run>& runs,
+                     int64_t places, Tensor& result) {
+  const std::array<int64_t, 2> size = {result.numel() / (places * codec.group_size), places * codec.group_size};
+  Tensor matrix = torch::stable::view(result, size);
+  for (size_t index = 0; index < runs.size(); ++index) {
+    const Codec of = of_run(codec, runs[index], index);
+    const int64_t length = runs[index].count * codec.group_size;
+    const Layout layout = lay_out(of, result.scalar_type(), size[0] * length, data);
+    device.decompress_columns(layout.blob, of, matrix, runs[index].first * codec.group_size, length);
+    data += layout.nbytes;
+  }
+}
+
+template <class Device>
 Tensor decompress(const Tensor& blob, IntHeaderOnlyArrayRef size, ScalarType dtype, int64_t bits, int64_t group_size,
-                  int64_t seed, std::string_view rounding) {
+                  int64_t seed, std::string_view rounding, std::string_view by_place) {
   const ScalarType blob_dtype = blob.scalar_type();
   check(blob_dtype == ScalarType::Byte && blob.dim() == 1, "decompress", "blob must be a 1-D uint8 tensor, got ",
         blob.dim(), "-D ", blob_dtype);
@@ -312,10 +407,15 @@ Tensor decompress(const Tensor& blob, IntHeaderOnlyArrayRef size, ScalarType dty
     return result;
   }
   const Codec codec = to_codec("decompress", dtype, bits, group_size, seed, rounding);
-  const Layout layout = lay_out(codec, dtype, numel, data);
-  check_nbytes(layout.nbytes);
+  const auto places = int64_t(by_place.size());
+  const std::vector<Run> runs = to_runs("decompress", by_place, numel, group_size);
+  check_nbytes(runs_nbytes(codec, dtype, numel, runs, places));
   Tensor result = empty(size, dtype, blob);
-  if (numel) device.decompress(layout.blob, codec, result.mutable_data_ptr());
+  if (numel && !runs.empty()) {
+    decompress_runs(device, data, codec, runs, places, result);
+  } else if (numel) {
+    device.decompress(lay_out(codec, dtype, numel, data).blob, codec, result.mutable_data_ptr());
+  }
   return result;
 }
 

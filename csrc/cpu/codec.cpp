@@ -1,6 +1,7 @@
 // The CPU's kernels: ranges of groups in parallel, in the best of their versions for the machine.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -46,9 +47,15 @@ void compress(const Strided& values, const Codec& codec, const Blob& blob) {
              [&](int64_t begin, int64_t end) { kernels().compress(values, codec, blob, begin, end); });
 }
 
-void decompress(const Blob& blob, const Codec& codec, void* values) {
-  for_groups(blob.numel, codec.group_size,
-             [&](int64_t begin, int64_t end) { kernels().decompress(blob, codec, values, begin, end); });
+void decompress(const Blob& blob, const Codec& codec, const Rows& values) {
+  const int64_t per_row = (values.length + codec.group_size - 1) / codec.group_size;
+  for_groups(blob.numel, codec.group_size, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t row = begin / per_row, behind = std::min((row + 1) * per_row, end);
+      kernels().decompress(blob, codec, static_cast<uint8_t*>(values.data) + row * values.gap, begin, behind);
+      begin = behind;
+    }
+  });
 }
 
 bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) {

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gact_fx.codec.by_place import mean_bits
 from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes
 
 # Widths of a code on a grid; 16 bits are bfloat16.
@@ -16,39 +17,49 @@ WIDTHS = tuple(range(1, 9))
 class Code:
     """The width of a code in bits, its rounding, how many elements share a minimum and a step, and the noise's seed.
 
-    Everything but the bits is without meaning for masks and integers, which are packed exactly. `compress` of
-    `gact_fx.ops` says more.
+    ``by_place``: the widths of the groups of a row, a digit for each, the least of which is ``bits``; '' where all
+    groups have ``bits``. Everything but the bits is without meaning for masks and integers, which are packed exactly.
+    `compress` of `gact_fx.ops` says more.
     """
 
     bits: int
     rounding: str = "stochastic"
     group_size: int = 256
     seed: int = 0
+    by_place: str = ""
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits of a code, in the mean over places."""
+        return mean_bits(self.by_place) if self.by_place else self.bits
 
     def nbytes(self, numel: int, dtype: torch.dtype, mask_numel: int = 0) -> int:
         """Bytes of the blob for ``numel`` elements, with a mask of ``mask_numel`` behind them."""
-        return int(blob_nbytes(numel, dtype, self.bits, self.group_size, mask_numel))
+        return int(blob_nbytes(numel, dtype, self.bits, self.group_size, mask_numel, self.by_place))
 
     def to_compress(self, mask: Any = None) -> tuple[Any, ...]:
         """The arguments of ``gact_fx::compress`` behind the tensor."""
-        return self.bits, self.group_size, self.seed, mask, self.rounding
+        return self.bits, self.group_size, self.seed, mask, self.rounding, *self._places()
 
     def to_decompress(self) -> tuple[Any, ...]:
         """The arguments of ``gact_fx::decompress`` behind the dtype."""
-        return self.bits, self.group_size, self.seed, self.rounding
+        return self.bits, self.group_size, self.seed, self.rounding, *self._places()
+
+    def _places(self) -> tuple[str, ...]:
+        return (self.by_place,) if self.by_place else ()
 
     @classmethod
     def of_compress(cls, args: Sequence[Any]) -> "Code":
         """The code that a call of ``gact_fx::compress`` writes, from all its arguments."""
         bits, group_size, seed = args[1:4]
-        return cls(bits, args[5] if len(args) > 5 else "stochastic", group_size, seed)
+        return cls(bits, args[5] if len(args) > 5 else "stochastic", group_size, seed, *args[6:])
 
     @classmethod
     def of_decompress(cls, args: Sequence[Any]) -> "Code":
         """The code that a call of ``gact_fx::decompress`` reads, from all its arguments."""
-        given: list[Any] = [*args[3:], *[0, "stochastic"][len(args) - 5 :]]
-        bits, group_size, seed, rounding = given
-        return cls(bits, rounding, group_size, seed)
+        given: list[Any] = [*args[3:], *[0, "stochastic", ""][len(args) - 5 :]]
+        bits, group_size, seed, rounding, by_place = given
+        return cls(bits, rounding, group_size, seed, by_place)
 
 
 # Of a mask; integers have more bits.

@@ -10,13 +10,18 @@ The blob of a float tensor is ``[codes][minimum][step][mask]``:
 At 16 bits the codes are bfloat16 numbers, without minimum and step. The blob of an integer tensor, or of a mask
 itself, is blocks of 256 elements in ``32 * bits`` bytes.
 
+With widths by place the codes, minima and steps of one run of groups come one behind the other, run after run, and the
+mask at the end (`gact_fx.codec.by_place`).
+
 Element counts may be symbolic (``torch.SymInt``) throughout.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from gact_fx.codec.by_place import runs_of
 from gact_fx.errors import UsageError
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,13 +50,19 @@ def metadata_nbytes(dtype: torch.dtype, bits: int) -> int:
     return 0 if bits == BFLOAT16_BITS else dtype.itemsize + _STEP_BYTES
 
 
-def blob_nbytes(numel: int, dtype: torch.dtype, bits: int, group_size: int, mask_numel: int = 0) -> int:
+def blob_nbytes(
+    numel: int, dtype: torch.dtype, bits: int, group_size: int, mask_numel: int = 0, by_place: str = ""
+) -> int:
     """Return the bytes of the blob for ``numel`` elements of a dtype, with a mask of ``mask_numel`` behind them.
 
     Dtype, bits and group size are what `gact_fx.ops.compress` takes; for integers the group size does not matter.
     """
     if dtype in INTEGER_DTYPES:
         return integers_nbytes(numel, 1 if dtype == torch.bool else bits)
+    if by_place:
+        rows = numel // (len(by_place) * group_size)
+        runs = (blob_nbytes(rows * run.count * group_size, dtype, run.bits, group_size) for run in runs_of(by_place))
+        return sum(runs) + integers_nbytes(mask_numel)
     per_group = group_size * bits // 8 + metadata_nbytes(dtype, bits)
     return group_count(numel, group_size) * per_group + integers_nbytes(mask_numel)
 
@@ -64,7 +75,11 @@ def check_rounding(op: str, rounding: str, bits: int) -> None:
         raise UsageError(f"gact_fx.{op}: rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'")
 
 
-def _check_codes(op: str, dtype: torch.dtype, bits: int, group_size: int, rounding: str) -> None:
+def _check_codes(
+    op: str, numel: int, dtype: torch.dtype, bits: int, group_size: int, rounding: str, by_place: str
+) -> None:
+    if by_place and dtype in INTEGER_DTYPES:
+        raise UsageError(f"gact_fx.{op}: by_place must be '' for masks and integers, got {by_place!r}")
     if dtype in INTEGER_DTYPES:
         if dtype != torch.bool and not 1 <= bits <= 16:
             raise UsageError(f"gact_fx.{op}: bits must lie in [1, 16] for integers, got {bits}")
@@ -76,9 +91,18 @@ def _check_codes(op: str, dtype: torch.dtype, bits: int, group_size: int, roundi
     if not 32 <= group_size <= 1024 or group_size & (group_size - 1):
         raise UsageError(f"gact_fx.{op}: group_size must be a power of two in [32, 1024], got {group_size}")
     check_rounding(op, rounding, bits)
+    if not set(by_place) <= set("12345678"):
+        raise UsageError(f"gact_fx.{op}: by_place must have digits from 1 to 8, got {by_place!r}")
+    if by_place and numel % (len(by_place) * group_size):
+        raise UsageError(
+            f"gact_fx.{op}: by_place must be for whole rows, got {len(by_place)} groups of {group_size} for {numel} "
+            "elements"
+        )
 
 
-def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None, rounding: str) -> None:
+def check_compress(
+    x: torch.Tensor, bits: int, group_size: int, mask: torch.Tensor | None, rounding: str, by_place: str = ""
+) -> None:
     """Raise ValueError unless the arguments of ``compress`` fit each other."""
     if x.dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
         raise UsageError(f"gact_fx.compress: dtype must be {_DTYPES}, got {x.dtype}")
@@ -86,7 +110,7 @@ def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tens
         raise UsageError(f"gact_fx.compress: bits must be 1 for a mask, got {bits}")
     if x.dtype in INTEGER_DTYPES and mask is not None:
         raise UsageError("gact_fx.compress: mask must be None where the tensor is a mask or integer itself")
-    _check_codes("compress", x.dtype, bits, group_size, rounding)
+    _check_codes("compress", x.numel(), x.dtype, bits, group_size, rounding, by_place)
     if mask is not None and mask.dtype not in MASK_DTYPES:
         raise UsageError(f"gact_fx.compress: mask must have dtype bool or uint8, got {mask.dtype}")
     if mask is not None and mask.device != x.device:
@@ -94,11 +118,17 @@ def check_compress(x: torch.Tensor, bits: int, group_size: int, mask: torch.Tens
 
 
 def check_decompress(
-    blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, bits: int, group_size: int, rounding: str
+    blob: torch.Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    bits: int,
+    group_size: int,
+    rounding: str,
+    by_place: str = "",
 ) -> None:
     """Raise ValueError unless the arguments of ``decompress`` fit each other; sizes against bytes are not compared."""
     if blob.dtype != torch.uint8 or blob.dim() != 1:
         raise UsageError(f"gact_fx.decompress: blob must be a 1-D uint8 tensor, got {blob.dim()}-D {blob.dtype}")
     if dtype not in (*SOURCE_DTYPES, *INTEGER_DTYPES):
         raise UsageError(f"gact_fx.decompress: dtype must be {_DTYPES}, got {dtype}")
-    _check_codes("decompress", dtype, bits, group_size, rounding)
+    _check_codes("decompress", math.prod(size), dtype, bits, group_size, rounding, by_place)

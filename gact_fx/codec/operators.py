@@ -27,12 +27,13 @@ _TAGS = (torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library("gact_fx", "DEF")
 _library.define(
-    'compress(Tensor x, int bits, int group_size, int seed, Tensor? mask=None, str rounding="stochastic") -> Tensor',
+    'compress(Tensor x, int bits, int group_size, int seed, Tensor? mask=None, str rounding="stochastic", '
+    'str by_place="") -> Tensor',
     tags=_TAGS,
 )
 _library.define(
     "decompress(Tensor blob, SymInt[] size, ScalarType dtype, int bits, int group_size, int seed=0, "
-    'str rounding="stochastic") -> Tensor',
+    'str rounding="stochastic", str by_place="") -> Tensor',
     tags=_TAGS,
 )
 _library.define("behind(Tensor blob, Tensor before) -> Tensor", tags=_TAGS)
@@ -46,14 +47,16 @@ def behind(blob: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 def _compress_fake(x: torch.Tensor, *args: Any) -> torch.Tensor:
     code = Code.of_compress((x, *args))
     mask = args[3] if len(args) > 3 else None
-    check_compress(x, code.bits, code.group_size, mask, code.rounding)
-    mask_numel = 0 if mask is None else mask.numel()
-    return x.new_empty(blob_nbytes(x.numel(), x.dtype, code.bits, code.group_size, mask_numel), dtype=torch.uint8)
+    check_compress(x, code.bits, code.group_size, mask, code.rounding, code.by_place)
+    nbytes = blob_nbytes(
+        x.numel(), x.dtype, code.bits, code.group_size, 0 if mask is None else mask.numel(), code.by_place
+    )
+    return x.new_empty(nbytes, dtype=torch.uint8)
 
 
 def _decompress_fake(blob: torch.Tensor, size: Sequence[int], dtype: torch.dtype, *args: Any) -> torch.Tensor:
     code = Code.of_decompress((blob, size, dtype, *args))
-    check_decompress(blob, size, dtype, code.bits, code.group_size, code.rounding)
+    check_decompress(blob, size, dtype, code.bits, code.group_size, code.rounding, code.by_place)
     return blob.new_empty(size, dtype=dtype)
 
 
@@ -110,6 +113,7 @@ def compress(
     seed: int = 0,
     mask: torch.Tensor | None = None,
     rounding: str = "stochastic",
+    by_place: str = "",
 ) -> torch.Tensor:
     """Quantize a tensor to a few bits per element, within groups of neighbours, into one blob of bytes.
 
@@ -134,6 +138,8 @@ def compress(
         rounding: ``"stochastic"``, of variance step^2 p (1 - p) for a value that lies p steps above a code;
             ``"dither"``, subtractive dither, of variance step^2 / 12 for every value but those of constant groups, not
             for 16 bits; or ``"nearest"``, biased, for debugging. Ignored for integers.
+        by_place: widths of the groups of a row, a digit from 1 to 8 for each, in place of ``bits``; every so many
+            groups are a row, of which ``x`` has a whole number. '' for one width.
 
     Returns:
         1-D uint8 tensor of `gact_fx.codec.layout.blob_nbytes` elements.
@@ -145,7 +151,7 @@ def compress(
     Sources: ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) for per-group stochastic quantization;
     subtractive dither: Schuchman, "Dither Signals and Their Effect on Quantization Noise" (1964).
     """
-    blob: torch.Tensor = torch.ops.gact_fx.compress.default(x, bits, group_size, seed, mask, rounding)
+    blob: torch.Tensor = torch.ops.gact_fx.compress.default(x, bits, group_size, seed, mask, rounding, by_place)
     return blob
 
 
@@ -157,6 +163,7 @@ def decompress(
     group_size: int = 256,
     seed: int = 0,
     rounding: str = "stochastic",
+    by_place: str = "",
 ) -> torch.Tensor:
     """Return the tensor that a blob of `compress` stands for, or the mask at its end.
 
@@ -169,6 +176,7 @@ def decompress(
         group_size: as for `compress`.
         seed: as for `compress`; only dither reads it.
         rounding: as for `compress`.
+        by_place: as for `compress`.
 
     Returns:
         A new contiguous tensor of the given size and dtype.
@@ -176,5 +184,7 @@ def decompress(
     Raises:
         ValueError: an argument is not one of the above, or the blob is too short for the size.
     """
-    result: torch.Tensor = torch.ops.gact_fx.decompress.default(blob, size, dtype, bits, group_size, seed, rounding)
+    result: torch.Tensor = torch.ops.gact_fx.decompress.default(
+        blob, size, dtype, bits, group_size, seed, rounding, by_place
+    )
     return result

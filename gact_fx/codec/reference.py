@@ -7,12 +7,13 @@ groups and blobs put together. `compress` and `decompress` work in chunks, so th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gact_fx.codec import arithmetic, packing
+from gact_fx.codec.by_place import runs_of
 from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import (
     BFLOAT16_BITS,
@@ -32,10 +33,18 @@ _CHUNK = 1 << 20  # elements; a temporary of 32-bit words then takes 4 MiB
 
 
 def compress(
-    x: Tensor, bits: int, group_size: int, seed: int, mask: Tensor | None = None, rounding: str = "stochastic"
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    seed: int,
+    mask: Tensor | None = None,
+    rounding: str = "stochastic",
+    by_place: str = "",
 ) -> Tensor:
     """Compress a tensor; `gact_fx.ops.compress` tells shapes, dtypes and errors."""
-    check_compress(x, bits, group_size, mask, rounding)
+    check_compress(x, bits, group_size, mask, rounding, by_place)
+    if by_place:
+        return _compress_runs(compress, x, group_size, seed, mask, rounding, by_place)
     code = _code_for(x.dtype, bits, group_size, seed, rounding)
     mask_numel = 0 if mask is None else mask.numel()
     blob = x.new_empty(blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel), dtype=torch.uint8)
@@ -60,17 +69,20 @@ def decompress(
     group_size: int,
     seed: int = 0,
     rounding: str = "stochastic",
+    by_place: str = "",
 ) -> Tensor:
     """Decompress a blob; `gact_fx.ops.decompress` tells shapes, dtypes and errors."""
-    check_decompress(blob, size, dtype, bits, group_size, rounding)
+    check_decompress(blob, size, dtype, bits, group_size, rounding, by_place)
     if any(extent < 0 for extent in size):
         raise UsageError(f"gact_fx.decompress: size must not be negative, got {list(size)}")
     numel = math.prod(size)
-    nbytes = blob_nbytes(numel, dtype, bits, group_size)
+    nbytes = blob_nbytes(numel, dtype, bits, group_size, by_place=by_place)
     if blob.numel() < nbytes:
         raise UsageError(
             f"gact_fx.decompress: blob must have at least {nbytes} bytes for size {list(size)}, got {blob.numel()}"
         )
+    if by_place:
+        return _decompress_runs(decompress, blob, size, dtype, group_size, seed, rounding, by_place)
     code = _code_for(dtype, bits, group_size, seed, rounding)
     *sections, _ = _sections(blob, dtype, numel, code)
     result = blob.new_empty(numel, dtype=dtype)
@@ -82,10 +94,18 @@ def decompress(
 
 
 def compress_whole(
-    x: Tensor, bits: int, group_size: int, seed: int, mask: Tensor | None = None, rounding: str = "stochastic"
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    seed: int,
+    mask: Tensor | None = None,
+    rounding: str = "stochastic",
+    by_place: str = "",
 ) -> Tensor:
     """`compress` as one expression: no chunks, no writes in place, no branch on data. Integers are not checked."""
-    check_compress(x, bits, group_size, mask, rounding)
+    check_compress(x, bits, group_size, mask, rounding, by_place)
+    if by_place:
+        return _compress_runs(compress_whole, x, group_size, seed, mask, rounding, by_place)
     parts = _encode(x.reshape(-1), _code_for(x.dtype, bits, group_size, seed, rounding), 0)
     if mask is not None:
         parts += _encode(mask.reshape(-1), MASK_CODE, 0)
@@ -100,9 +120,12 @@ def decompress_whole(
     group_size: int,
     seed: int = 0,
     rounding: str = "stochastic",
+    by_place: str = "",
 ) -> Tensor:
     """`decompress` as one expression."""
-    check_decompress(blob, size, dtype, bits, group_size, rounding)
+    check_decompress(blob, size, dtype, bits, group_size, rounding, by_place)
+    if by_place:
+        return _decompress_runs(decompress_whole, blob, size, dtype, group_size, seed, rounding, by_place)
     code, numel = _code_for(dtype, bits, group_size, seed, rounding), math.prod(size)
     *sections, _ = _sections(blob, dtype, numel, code)
     return _decode(sections, dtype, code, 0)[:numel].view(size)
@@ -113,6 +136,47 @@ def _code_for(dtype: torch.dtype, bits: int, group_size: int, seed: int, roundin
     if dtype in INTEGER_DTYPES:
         return Code(1 if dtype == torch.bool else bits, group_size=INTEGER_BLOCK)
     return Code(bits, rounding, group_size, seed)
+
+
+# ---- Widths by place ---------------------------------------------------------------------------------------------
+
+
+def _compress_runs(
+    compress: Callable[..., Tensor],
+    x: Tensor,
+    group_size: int,
+    seed: int,
+    mask: Tensor | None,
+    rounding: str,
+    by_place: str,
+) -> Tensor:
+    """The blobs of the runs, each with a seed of its own, and that of the mask."""
+    rows = x.reshape(-1, len(by_place), group_size)
+    parts = [
+        compress(rows[:, run.first : run.first + run.count], run.bits, group_size, seed + at, None, rounding)
+        for at, run in enumerate(runs_of(by_place))
+    ]
+    return torch.cat(parts if mask is None else [*parts, compress(mask, 1, group_size, seed)])
+
+
+def _decompress_runs(
+    decompress: Callable[..., Tensor],
+    blob: Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    group_size: int,
+    seed: int,
+    rounding: str,
+    by_place: str,
+) -> Tensor:
+    rows = math.prod(size) // (len(by_place) * group_size)
+    parts, start = [], 0
+    for at, run in enumerate(runs_of(by_place)):
+        end = start + blob_nbytes(rows * run.count * group_size, dtype, run.bits, group_size)
+        shape = (rows, run.count * group_size)
+        parts.append(decompress(blob[start:end], shape, dtype, run.bits, group_size, seed + at, rounding))
+        start = end
+    return torch.cat(parts, 1).view(size)
 
 
 # ---- Groups -----------------------------------------------------------------------------------------------------
