@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gact_fx.codec.by_place import shortened, spelled_out
 from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
 from gact_fx.errors import UsageError
@@ -27,7 +28,7 @@ class TensorPlan:
     ``merged``: the codes tell one of the tensor's masks as well. ``stored``: they are codes of its "values", of its
     values "bare" of the masks that backward can take from them again, or of the "coefficients" that backward makes of
     them. ``excess``: codes of its values, tried together with all others, added so many times what was measured of it.
-    ``reason``: why no code would do, where that was found.
+    ``reason``: why no code would do, where that was found, or why the code has one width.
     """
 
     key: str
@@ -47,6 +48,17 @@ class TensorPlan:
         """Width of the code, None where kept exact."""
         return None if self.code is None else self.code.bits
 
+    def fits(self, tensor: SavedTensor) -> bool:
+        """Whether the rows of ``tensor`` have as many groups as the code has widths by place, where it has some."""
+        code = self.code
+        return code is None or not code.by_place or tensor.row_numel == len(code.by_place) * code.group_size
+
+    def of_one_width(self) -> "TensorPlan":
+        """The entry with the mean of its widths by place in all places."""
+        assert self.code is not None
+        code = replace(self.code, bits=round(self.code.mean_bits), by_place="")
+        return replace(self, code=code, reason="one width, since its widths by place are for rows of another length")
+
     def reseeded(self, seed: int, graph: str) -> "TensorPlan":
         """The entry of the graph of that fingerprint with the noise of ``seed``."""
         code = None if self.code is None else replace(self.code, seed=tensor_seed(seed, graph, self.key))
@@ -55,6 +67,7 @@ class TensorPlan:
     def to_data(self) -> dict[str, Any]:
         """The entry as it is saved."""
         code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
+        code["by_place"] = shortened(code["by_place"])
         return {
             "key": self.key, **code,
             "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored, "excess": self.excess,
@@ -64,7 +77,9 @@ class TensorPlan:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
-        code = Code(*(data[name] for name in ("bits", "rounding", "group_size", "seed")))
+        code = Code(
+            *(data[name] for name in ("bits", "rounding", "group_size", "seed")), spelled_out(data.get("by_place", ""))
+        )
         stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0), data.get("reason", "")
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 

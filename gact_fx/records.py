@@ -9,6 +9,10 @@ import torch
 from gact_fx.codec.code import Code
 
 
+# Of the groups of a row, for every row.
+Places = tuple[tuple[float, ...], ...]
+
+
 @dataclass(frozen=True)
 class Boundary:
     """In the memory of which of forward's inputs, or of what it returns to the caller, a saved tensor lies."""
@@ -28,6 +32,8 @@ class SavedTensor:
     ``"nobody"``, ``"parameter"``, ``"caller"`` (a graph input), ``"output"`` (returned to the caller), or ``"symbol"``
     (not a tensor at all). ``boundary`` is set for activations that other graphs may hold as well,
     ``replaced_nbytes`` where the tensor stands for a narrower one, of so many bytes, that would be held uncompressed.
+    ``row_numel`` is the number of elements of one row of the batch, where rows lie one behind the other in memory and
+    all graphs of this kind have as many; None where they do not, or that is not known.
     """
 
     name: str
@@ -43,6 +49,7 @@ class SavedTensor:
     dynamic: bool = False
     boundary: Boundary | None = None
     replaced_nbytes: int | None = None
+    row_numel: int | None = None
 
     @property
     def numel(self) -> int:
@@ -77,6 +84,8 @@ class Sensitivity:
     would not be finite. ``squared_biases`` has the part of it that is bias, where backward bends; ``others``
     has, by their names, what other ways of storing it would add there. ``reason`` says why no code will do, where that
     is known. ``coherent_biases`` has the part of the bias that adds up over the rows of a batch, as measured.
+    ``places`` has, by group size, what the groups of every row count for, (rows, groups of a row): the squared range
+    times the weight of the elements. It is empty where that was not measured.
     """
 
     value: float
@@ -86,13 +95,35 @@ class Sensitivity:
     others: "Mapping[str, Sensitivity]" = field(default_factory=dict)
     reason: str = ""
     coherent_biases: Mapping[Code, float] = field(default_factory=dict)
+    places: "Mapping[int, Places]" = field(default_factory=dict)
 
     def variance(self, code: Code, *, merged: bool = False) -> float | None:
         """What ``code`` adds, whatever its seed; None where that was not measured.
 
         Rounding to nearest is for debugging, and counts as if it were stochastic.
         """
+        if code.by_place:
+            shares = self.shares_by_width(code)
+            return None if shares is None else self.variance_by_width(code, shares)
         return (self.merged if merged else self.variances).get(_measured(code))
+
+    def variance_by_width(self, code: Code, shares: Mapping[int, float]) -> float | None:
+        """What codes like ``code`` add, of several widths, each for a share of what equal ones would add."""
+        added = [(share, self.variance(replace(code, bits=bits, by_place=""))) for bits, share in shares.items()]
+        known = [share * variance for share, variance in added if variance is not None]
+        return math.fsum(known) if len(known) == len(added) else None
+
+    def shares_by_width(self, code: Code) -> dict[int, float] | None:
+        """By width, the share that groups with widths by place have in what equal ones would add; None: not known."""
+        rows = self.places.get(code.group_size, ())
+        total = sum(map(sum, rows))
+        if not 0 < total < math.inf or len(rows[0]) != len(code.by_place):
+            return None
+        shares = dict.fromkeys(map(int, code.by_place), 0.0)
+        for row in rows:
+            for digit, weight in zip(code.by_place, row, strict=True):
+                shares[int(digit)] += weight / total
+        return shares
 
     def squared_bias(self, code: Code) -> float:
         """What of the variance of ``code`` is bias."""
@@ -105,7 +136,8 @@ class Sensitivity:
             for found in (self.variances, self.merged, self.squared_biases, self.coherent_biases)
         )
         others = {way: s.scaled(factor) for way, s in self.others.items()}
-        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason, coherent)
+        places = {size: tuple(tuple(factor * w for w in row) for row in rows) for size, rows in self.places.items()}
+        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason, coherent, places)
 
     def of_whole_batch(self, weight: float) -> "Sensitivity":
         """What was measured on a few rows, for the batch that has ``weight`` times their variance.
@@ -133,8 +165,9 @@ class Sensitivity:
         others = {way: s if way == "coefficients" else s.exceeding(factor) for way, s in self.others.items()}
         value = factor * self.value if factor < math.inf else factor
         return Sensitivity(
-            value, times(self.variances), times(self.merged), times(self.squared_biases), others, self.reason
-        )
+            value, times(self.variances), times(self.merged), times(self.squared_biases), others, self.reason,
+            places=self.places,
+        )  # fmt: skip
 
     @classmethod
     def mean(cls, several: "Sequence[Sensitivity]") -> "Sensitivity":
@@ -149,7 +182,16 @@ class Sensitivity:
             {code: sum(s.squared_bias(code) for s in several) / count for code in several[0].squared_biases},
             {name: cls.mean([s.others[name] for s in several]) for name in others},
             next((s.reason for s in several if s.reason), ""),
+            places=_rows_of_all([s.places for s in several]),
         )
+
+
+def _rows_of_all(several: "Sequence[Mapping[int, Places]]") -> "dict[int, Places]":
+    """The rows of all batches, which must have equal lengths."""
+    lengths = [{size: len(rows[0]) for size, rows in places.items()} for places in several]
+    if any(length != lengths[0] for length in lengths):
+        return {}
+    return {size: tuple(row for places in several for row in places[size]) for size in several[0]}
 
 
 def _measured(code: Code) -> Code:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import getitem
 
 import torch
@@ -12,8 +13,9 @@ from gact_fx.graphs.edit import behind
 from gact_fx.graphs.module_names import module_path
 from gact_fx.graphs.operator_table import REORDERS
 from gact_fx.graphs.operators import packet_of
-from gact_fx.graphs.sizes import have_same_shape, hint, is_symbolic
+from gact_fx.graphs.sizes import batch_rows, elements_of_row, have_same_shape, hint, is_symbolic
 from gact_fx.graphs.tensors import storage_key
+from gact_fx.passes.graph_analysis import memory_order
 from gact_fx.passes.pipeline import Context
 from gact_fx.records import Boundary, SavedTensor
 
@@ -37,6 +39,8 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
             owners.setdefault(storage_key(value), "output")
     tensors = []
     saved_values = pair.saved_values()
+    inputs = pair.forward.graph.find_nodes(op="placeholder")
+    rows = batch_rows([node for node in inputs if node.name not in pair.static_inputs])
     # How elements are laid out says nothing about what was saved, and differs where shapes are dynamic.
     producers = [_producer(saved.source) for saved in saved_values]
     for saved, producer, key in zip(saved_values, producers, _keys(pair, producers), strict=True):
@@ -58,6 +62,8 @@ def find_saved_tensors(pair: GraphPair, context: Context) -> tuple[SavedTensor, 
             boundary=_boundary(saved.source, pair),
             replaced_nbytes=context.replaced.get(saved.name),
         )
+        if memory_order(tensor.stride)[:1] == (0,):
+            tensor = replace(tensor, row_numel=elements_of_row(value, rows))
         tensors.append(tensor)
     return tuple(tensors)
 

@@ -136,6 +136,7 @@ def _reason(held: Held, tensor: SavedTensor, how: Encoding, entry: TensorPlan | 
             "the factor that backward computes from it is stored in its place"
             if entry.stored == "coefficients"
             else "",
+            entry.reason,
         ]
     if is_shared:
         reasons.append("another graph stores the same activation")

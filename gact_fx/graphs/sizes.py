@@ -39,6 +39,27 @@ def have_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dim() == b.dim() and all(is_same(m, n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
+def batch_rows(nodes: Sequence[fx.Node]) -> int | torch.SymInt | None:
+    """The rows of a batch: what most tensors among a graph's inputs ``nodes`` have as their first size, if it is known.
+
+    A size that varies comes first, since what varies is the batch as a rule.
+    """
+    values = [node.meta.get("val") for node in nodes]
+    firsts: list[Any] = [x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim()]
+    counts = Counter(first.node.expr if is_symbolic(first) else first for first in firsts)
+    most = max(counts, key=lambda size: (not isinstance(size, int), counts[size]), default=None)
+    return next((first for first in firsts if (first.node.expr if is_symbolic(first) else first) == most), None)
+
+
+def elements_of_row(x: torch.Tensor, rows: int | torch.SymInt | None) -> int | None:
+    """How many elements ``x`` has for every one of the ``rows`` of a batch; None where that varies or is not known."""
+    if rows is None or (isinstance(rows, int) and rows == 0):
+        return None
+    numel, divisor = (n.node.expr if isinstance(n, torch.SymInt) else sympy.Integer(n) for n in (x.numel(), rows))
+    quotient = sympy.expand(numel / divisor)
+    return int(quotient) if quotient.is_Integer else None
+
+
 class RowSymbol:
     """The symbol that stands for the rows of a batch, and how many of these the traced batch has.
 

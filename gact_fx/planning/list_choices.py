@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.encodings import Quantize
 from gact_fx.plan import TensorPlan
 from gact_fx.planning.allocate_bits import Choice, Menu
+from gact_fx.planning.widths_by_place import list_patterns
 from gact_fx.records import SavedTensor, Sensitivity
 
 # Least sensitivity per element, relative to the median. What moves little when it is measured, most of all at
@@ -66,6 +67,8 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
         if variance is not None:
             nbytes = _nbytes(item, TensorPlan(tensor.key, code, merged=True))
             choices.append(Choice(code, nbytes, variance, merged=True))
+    if how.values_allowed and not is_crowded and measured is not None:
+        choices += _by_place(item, measured, sensitivity, codes)
     if how.exact_allowed:
         choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
@@ -74,6 +77,25 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
     # What cannot be exact gets the widest code, of coefficients where these may be stored: codes of them are sound.
     widest, stored = Code(WIDTHS[-1]), "coefficients" if "coefficients" in how.other_ways() else "values"
     return [Choice(widest, _nbytes(item, TensorPlan(tensor.key, widest, stored=stored)), 0.0, stored=stored)]
+
+
+def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
+    """The choices with widths by place."""
+    choices: list[Choice] = []
+    if item.how.order[:1] != (0,):
+        return choices
+    for like in codes:
+        weights = measured.places.get(like.group_size)
+        if like.bits != WIDTHS[-1] or not weights:
+            continue
+        added = {bits: _measured_variance(replace(like, bits=bits), measured, sensitivity) for bits in WIDTHS}
+        for pattern in list_patterns(weights, item.how.min_bits):
+            terms = [(share, added[bits]) for bits, share in pattern.shares.items() if share > 0]
+            known = [share * variance for share, variance in terms if variance is not None]
+            if len(known) == len(terms):
+                code = replace(like, bits=min(map(int, pattern.by_place)), by_place=pattern.by_place)
+                choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), math.fsum(known)))
+    return choices
 
 
 def _nbytes(item: Item, entry: TensorPlan) -> int:

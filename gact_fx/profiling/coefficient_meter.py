@@ -58,7 +58,7 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
             coherent[code] = coherent[dithered]
     known = [bits for bits in (REFERENCE.bits, WIDTHS[-1]) if variances[replace(REFERENCE, bits=bits)] < math.inf]
     value = variances[replace(REFERENCE, bits=known[0])] / step_variance(known[0]) if known else math.inf
-    return Sensitivity(value, variances, {}, biases, coherent_biases=coherent)
+    return Sensitivity(value, variances, {}, biases, coherent_biases=coherent, places=first.places)
 
 
 def _order_of_shrinking(coarse: Added, fine: Added) -> float:

@@ -50,6 +50,7 @@ def measure_step(
         results_by_graph = zip(steps, adjoint, unknown, tried, slow, empirical, strict=True)
         for step, measured, unclear, evaluated, opaque, slopes in results_by_graph:
             found = {}
+            row_numel = {tensor.name: tensor.row_numel for tensor in step.analysis.saved}
             for name, meter in measured.meters.items():
                 if name in evaluated:
                     meter.weigh_equally()
@@ -59,7 +60,7 @@ def measure_step(
                 is_opaque = name in opaque
                 if is_opaque:
                     meter.weigh_equally()
-                found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None)
+                found[name] = meter.result(sizes, slopes.get(name, 0.0) if is_opaque else None, row_numel[name])
                 # Algorithm 1 tries 4 bits alone, and says nothing of what other widths would lead to.
                 if name in step.with_poles if is_opaque else name in unclear:
                     found[name] = Sensitivity(math.inf, dict.fromkeys(found[name].variances, math.inf))

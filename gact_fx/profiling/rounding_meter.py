@@ -17,7 +17,7 @@ from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.profiling.neighbours import STEP_BITS, rounded_up
-from gact_fx.records import Sensitivity
+from gact_fx.records import Places, Sensitivity
 
 # The width and group size that c_l is quoted at.
 REFERENCE = Code(4, "stochastic", 256)
@@ -56,6 +56,7 @@ class RoundingMeter:
         self._is_lossless = stopped is not None and stopped.error is None
         self._bias = 0.0
         self._count = 0
+        self._is_even = False
 
     def add(self, sensitivity: torch.Tensor, stopped: Stopped | None = None) -> None:
         """Add one probe's derivative of the gradient with respect to the values, in the same order.
@@ -83,7 +84,7 @@ class RoundingMeter:
         """Forget the sensitivities; every element counts alike."""
         for weighed in self._each():
             weighed.weigh_equally()
-        self._bias, self._count = math.inf, 1
+        self._bias, self._count, self._is_even = math.inf, 1, True
 
     def _each(self) -> "list[_Weighed]":
         return [weighed for weighed in (self._all, self._passed) if weighed is not None]
@@ -93,10 +94,13 @@ class RoundingMeter:
         """Whether derivatives were not numbers, as those of what a mask stops may be (0 times infinity)."""
         return self._all.is_unknown
 
-    def result(self, group_sizes: Sequence[int], value: float | None = None) -> Sensitivity:
+    def result(
+        self, group_sizes: Sequence[int], value: float | None = None, row_numel: int | None = None
+    ) -> Sensitivity:
         """What codes of every width, rounding and group size add.
 
-        ``value``: c_l where it is known from elsewhere; the rest is then scaled to it.
+        ``value``: c_l where it is known from elsewhere; the rest is then scaled to it. With the elements of a row of
+        the batch, ``row_numel``, there is what its groups count for, too.
         """
         sizes = sorted({*group_sizes, REFERENCE.group_size})
         variances = self._all.variances(sizes, self._finest, self._count)
@@ -110,7 +114,8 @@ class RoundingMeter:
             factor = value / found_value
             variances = {code: factor * variance for code, variance in variances.items()}
             merged = {code: factor * variance for code, variance in merged.items()}
-        return Sensitivity(found_value if value is None else value, variances, merged)
+        places = {} if row_numel is None or self._is_even else self._all.places(sizes, self._count, row_numel)
+        return Sensitivity(found_value if value is None else value, variances, merged, places=places)
 
     def _squared_bias(self) -> float | None:
         """Of the gradient, from what merging a mask loses; None where it is not known."""
@@ -162,6 +167,7 @@ class _Weighed:
             self._block_lows = self._block_values.masked_fill(outside, math.inf)
             self._block_highs = self._block_values.masked_fill(outside, -math.inf)
             self._block_passes.masked_fill_(outside, 0)
+        self._numel = flat.numel()
         self._weights = torch.zeros_like(self._low)
         self._block_weights = torch.zeros_like(self._block_values)
 
@@ -205,11 +211,7 @@ class _Weighed:
         """Sums of weight times squared range over the tensor and over the blocks, and of weight times squared range
         times ``p (1 - p)`` over the blocks for every width up to the finest that the values resolve.
         """
-        cells = size // _CELL
-        # Where a mask stops all, there is no range.
-        ranges = (self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)).clamp(min=0)
-        weights = self._weights.view(-1, cells).sum(1)
-        whole = float((weights.double() * ranges.double().square()).sum()) / max(probes, 1)
+        whole = float(self._by_group(size).sum()) / max(probes, 1)
         values, inner = self._block_values.view(-1, size), self._block_weights.view(-1, size)
         low = self._block_lows.view(-1, size).amin(1, keepdim=True)
         span = (self._block_highs.view(-1, size).amax(1, keepdim=True) - low).clamp(min=0)
@@ -222,6 +224,25 @@ class _Weighed:
         sums = torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(2).double().sum(1)
         stochastic = dict(zip(widths, sums.tolist(), strict=True))
         return whole, float(scaled.sum(dtype=torch.float64)), stochastic
+
+    def _by_group(self, size: int) -> torch.Tensor:
+        """Weight times squared range of every group."""
+        cells = size // _CELL
+        # Where a mask stops all, there is no range.
+        ranges = (self._high.view(-1, cells).amax(1) - self._low.view(-1, cells).amin(1)).clamp(min=0)
+        return self._weights.view(-1, cells).sum(1).double() * ranges.double().square()
+
+    def places(self, sizes: Sequence[int], probes: int, row_numel: int) -> dict[int, Places]:
+        """By size, weight times squared range of the groups of every row, for every row.
+
+        Of sizes that rows have a whole number of.
+        """
+        if row_numel == 0 or self._numel % row_numel:
+            return {}
+        fitting = [size for size in sizes if row_numel % size == 0 and row_numel > size]
+        groups = {size: self._by_group(size)[: self._numel // size] / max(probes, 1) for size in fitting}
+        rows = {size: found.view(-1, row_numel // size).tolist() for size, found in groups.items()}
+        return {size: tuple(map(tuple, found)) for size, found in rows.items()}
 
     def _bfloat16(self, probes: int) -> float:
         """Values between two bfloat16 numbers: a sixth of their squared distance, in the mean over positions."""

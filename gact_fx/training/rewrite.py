@@ -134,6 +134,8 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
     chosen = []
     for tensor, how in analysis.quantized():
         entry = known.get(tensor.key, others[tensor.key])
+        if not entry.fits(tensor):
+            entry = entry.of_one_width()
         chosen.append(entry if how.admits(tensor, entry) else others[tensor.key])
     return GraphPlan(key, tuple(chosen), found.saved, found.runs)
 
