@@ -8,7 +8,6 @@ import torch
 
 from gact_fx.codec.code import Code
 
-
 # Of the groups of a row, for every row.
 Places = tuple[tuple[float, ...], ...]
 

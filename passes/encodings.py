@@ -39,8 +39,8 @@ class Encoding(ABC):
     def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
         """Bytes of what is stored in the tensor's place; None where the tensor itself is held."""
 
-    def bits(self, entry: TensorPlan | None) -> int | None:
-        """Width of what is stored of an element, None where it is exact in its own dtype."""
+    def bits(self, entry: TensorPlan | None) -> float | None:
+        """Mean width of what is stored of an element, None where it is exact in its own dtype."""
         return None
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
@@ -239,8 +239,8 @@ class Quantize(Encoding):
         assert of.dtype is not None
         return entry.code.nbytes(of.numel, of.dtype, self.coefficients.mask_numel)
 
-    def bits(self, entry: TensorPlan | None) -> int | None:
-        return entry.code.bits if entry is not None and entry.code is not None else None
+    def bits(self, entry: TensorPlan | None) -> float | None:
+        return entry.code.mean_bits if entry is not None and entry.code is not None else None
 
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         assert entry is not None

@@ -6,7 +6,7 @@ equal digits, of all rows, as a blob of their own; run by run.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from gact_fx.errors import UsageError
 
@@ -42,11 +42,19 @@ def spelled_out(short: str) -> str:
     """
     digits = []
     for part in short.split():
-        digit, _, count = part.partition("x")
-        if digit not in list("12345678") or not (count or "1").isdecimal():
+        digit, times, count = part.partition("x")
+        if digit not in list("12345678") or (times and not count.isdecimal()):
             raise UsageError(f"gact_fx.Plan: widths by place must be like '8 4x2', got {short!r}")
         digits.append(digit * int(count or 1))
     return "".join(digits)
+
+
+def picture(by_place: str, most: int = 24) -> str:
+    """A block for each place, as high as its codes are wide; of more than ``most`` places one for several."""
+    blocks = min(len(by_place), most)
+    ends = [len(by_place) * at // blocks for at in range(blocks + 1)] if blocks else []
+    parts = (by_place[start:end] for start, end in pairwise(ends))
+    return "".join("▁▂▃▄▅▆▇█"[round(mean_bits(part)) - 1] for part in parts)
 
 
 def mean_bits(by_place: str) -> float:

@@ -66,12 +66,12 @@ class Code:
 MASK_CODE = Code(1)
 
 
-def step_variance(bits: int, *, merged: bool = False) -> float:
+def step_variance(bits: float, *, merged: bool = False) -> float:
     """S(b) = 1 / (2^b - 1)^2: the variance of b-bit codes relative to the squared range (GACT, equation 4).
 
     With ``merged``, one of the codes is for what a mask stops.
     """
-    levels: int = 2**bits - 1 - merged
+    levels = float(2**bits) - 1 - merged
     return 1.0 / levels**2
 
 
@@ -79,4 +79,4 @@ def relative_variance(code: Code, *, merged: bool = False) -> float:
     """The variance of codes relative to the squared range, where nothing is known of the values: dither has half."""
     if code.bits == BFLOAT16_BITS:
         return 2.0**-16
-    return step_variance(code.bits, merged=merged) * (0.5 if code.rounding == "dither" else 1.0)
+    return step_variance(code.mean_bits, merged=merged) * (0.5 if code.rounding == "dither" else 1.0)

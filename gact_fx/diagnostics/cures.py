@@ -137,7 +137,7 @@ def _little(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _blame(row: Row) -> str:
-    stored = f"{row.bits} bits" if row.bits is not None else row.reason or row.encoding
+    stored = f"{row.bits:.3g} bits" if row.bits is not None else row.reason or row.encoding
     cure = remedy_for(row.reason) if row.bits is None else ""
     about = ", ".join(filter(None, (row.op, size(row.bytes_after), stored)))
     return f"{row.module or row.name} ({about}{f': {cure}' if cure else ''})"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from gact_fx.codec.by_place import picture, spelled_out
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.diagnostics.contents import Contents
 from gact_fx.diagnostics.gradient_error import table
@@ -25,10 +26,11 @@ def full_table(report: Contents) -> str:
 def cells(row: Row, noise: float | None) -> tuple[str, ...]:
     """The cells of one row; ``noise`` is its share of the variance that all codes add."""
     sensitivity = f"{row.sensitivity:.2e}" if row.sensitivity is not None else ""
-    bits = str(row.bits) if row.bits is not None else ""
+    bits = f"{row.bits:.3g}" if row.bits is not None else ""
     shape = "x".join(map(str, row.shape)) or "scalar"
     # bfloat16 codes have neither rounding to speak of nor groups.
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
+    code += f" {picture(spelled_out(row.by_place))}" if row.by_place else ""
     graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (
         graph, row.module, row.name, row.op, shape, row.dtype, row.encoding, bits, size(row.bytes_before),

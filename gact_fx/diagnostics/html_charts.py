@@ -76,13 +76,13 @@ def scatter_charts(rows: Sequence[Row]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
-def _height(bits: int) -> float:
+def _height(bits: float) -> float:
     """Where a width stands on its axis: bfloat16 right above the widest code."""
     return 9.5 if bits == BFLOAT16_BITS else float(bits)
 
 
 def _text(row: Row, share: float | None) -> str:
-    about = f"{row.bits} bits, {size(row.bytes_before)} before, {size(row.bytes_after)} after"
+    about = f"{row.bits:.3g} bits, {size(row.bytes_before)} before, {size(row.bytes_after)} after"
     noise = f", {share_text(share)} of the noise" if share is not None else ""
     return f"{row.module or OUTSIDE}: {row.name} ({row.op}): {about}{noise}"
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from gact_fx.codec.by_place import picture
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.diagnostics.gradient_error import table
 from gact_fx.diagnostics.noise import added_variance, noise_sentence, share_text
@@ -45,9 +46,12 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _about(graph: GraphPlan) -> str:
-    widths = Counter(entry.bits for entry in graph.tensors)
-    exact = widths.pop(None, 0)
-    several = ", ".join(f"{count} of {bits} bit{'s' if bits != 1 else ''}" for bits, count in sorted(widths.items()))
+    codes = [entry.code for entry in graph.tensors if entry.code is not None]
+    exact = len(graph.tensors) - len(codes)
+    widths = Counter(code.bits for code in codes if not code.by_place)
+    parts = [f"{count} of {bits} bit{'s' if bits != 1 else ''}" for bits, count in sorted(widths.items())]
+    by_place = sum(bool(code.by_place) for code in codes)
+    several = ", ".join([*parts, f"{by_place} with widths by place"] if by_place else parts)
     runs = f"runs {graph.runs} times a step; " if graph.runs > 1 else ""
     return f"{runs}{len(graph.tensors)} tensors, {several or 'none with codes'}{f', {exact} exact' if exact else ''}"
 
@@ -57,8 +61,9 @@ def _cells(index: int, graph: GraphPlan, entry: TensorPlan, share: float | None)
     dtype = next((value[1].removeprefix("torch.") for value in found if value[0] == entry.key and len(value) == 3), "")
     code = entry.code
     rounding = f"{code.rounding} {code.group_size}" if code is not None and code.bits != BFLOAT16_BITS else ""
+    rounding += f" {picture(code.by_place)}" if code is not None and code.by_place else ""
     sensitivity = f"{entry.sensitivity:.2e}" if entry.sensitivity is not None else ""
-    bits = str(code.bits) if code is not None else "exact"
+    bits = f"{code.mean_bits:.3g}" if code is not None else "exact"
     of = entry.stored if code is not None else ""
     reason = entry.reason or (f"{entry.excess:.2g} times the predicted noise" if entry.excess > 1 else "")
     noise = share_text(share) if code is not None else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gact_fx.breaks.forward_pass import EagerTensor
+from gact_fx.codec.by_place import shortened
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.diagnostics.noise import added_variance
 from gact_fx.passes.encodings import Drop, Encoding, Keep, Mask, Quantize
@@ -23,9 +24,10 @@ class Row:
     Bytes are those held between forward and backward, each storage counted once, by all ``runs`` of the graph in a
     step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they lie: where
     ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits``, ``rounding`` and
-    ``group_size`` are the code, None where kept exact. ``copies`` are stored in a step: ``runs``, but for shared ones.
-    ``variance`` is what all of them add to the gradient's, in units of squared gradient, each measured alone; None
-    where that is not known. ``module`` is '' outside of modules.
+    ``group_size`` are the code, None where kept exact. ``by_place`` are the widths of the groups of a row of the batch,
+    such as "8x3 2x45", where these differ; ``bits`` is then their mean. ``copies`` are stored in a step: ``runs``, but
+    for shared ones. ``variance`` is what all of them add to the gradient's, in units of squared gradient, each measured
+    alone; None where that is not known. ``module`` is '' outside of modules.
     """
 
     graph: int | None = None
@@ -36,7 +38,7 @@ class Row:
     shape: tuple[int, ...]
     dtype: str
     encoding: str
-    bits: int | None
+    bits: float | None
     rounding: str | None
     group_size: int | None
     sensitivity: float | None = None
@@ -45,6 +47,7 @@ class Row:
     copies: int
     reason: str
     variance: float | None = None
+    by_place: str = ""
 
     @property
     def numel(self) -> int:
@@ -121,6 +124,7 @@ def _row(
         copies=copies,
         reason=_reason(held, tensor, how, entry, is_shared=bool(sizes[1]) and shares[1] == 0),
         variance=None if variance is None else runs * variance,
+        by_place=shortened(code.by_place) if code is not None else "",
     )
 
 

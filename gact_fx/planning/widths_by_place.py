@@ -44,7 +44,9 @@ def list_patterns(weights: Places, least: int = 1) -> Sequence[Pattern]:
     rows, places = len(weights), len(weights[0])
     if rows < 2 or places < 2:
         return []
-    halves = [[math.fsum(column) / len(half) for column in zip(*half, strict=True)] for half in (weights[::2], weights[1::2])]
+    halves = [
+        [math.fsum(column) / len(half) for column in zip(*half, strict=True)] for half in (weights[::2], weights[1::2])
+    ]
     both = [sum(pair) / 2 for pair in zip(*halves, strict=True)]
     total = sum(both)
     if not 0 < total < math.inf:

@@ -171,17 +171,57 @@ def test_flushing_subnormals_changes_nothing_in_16_bits(dtype: torch.dtype) -> N
     assert torch.equal(expected[:256], x[:256])
 
 
+@needs_kernels
+@given(
+    kind=st.sampled_from(KINDS),
+    layout=st.sampled_from(LAYOUTS),
+    group_size=st.sampled_from(GROUP_SIZES),
+    seed=st.integers(0, 2**63 - 1),
+    dtype=st.sampled_from(DTYPES),
+    rounding=st.sampled_from(ROUNDINGS),
+    rows=st.integers(0, 5),
+    by_place=st.text("12345678", min_size=1, max_size=9) | st.text("28", min_size=1, max_size=9),
+    has_mask=st.booleans(),
+)
+def test_widths_by_place_match_reference(
+    kind: str,
+    layout: str,
+    group_size: int,
+    seed: int,
+    dtype: torch.dtype,
+    rounding: str,
+    rows: int,
+    by_place: str,
+    has_mask: bool,
+) -> None:
+    shape = (rows, len(by_place) * group_size)
+    x = relayout(fill(kind, math.prod(shape), dtype, seed % 1000).view(shape), layout)
+    mask = torch.rand(shape) < 0.4 if has_mask else None
+    check_against_reference(x, 1, group_size, seed, mask, rounding, by_place)
+
+
 def check_against_reference(
-    x: torch.Tensor, bits: int, group_size: int, seed: int, mask: torch.Tensor | None, rounding: str
+    x: torch.Tensor,
+    bits: int,
+    group_size: int,
+    seed: int,
+    mask: torch.Tensor | None,
+    rounding: str,
+    by_place: str = "",
 ) -> None:
     """Zero differing bytes between the compiled kernels and PyTorch code, both ways."""
-    blob = torch.ops.gact_fx.compress(x, bits, group_size, seed, mask, rounding)
-    assert torch.equal(blob, reference.compress(x, bits, group_size, seed, mask, rounding))
+    code = (bits, group_size, seed)
+    blob = torch.ops.gact_fx.compress(x, *code, mask, rounding, by_place)
+    assert torch.equal(blob, reference.compress(x, *code, mask, rounding, by_place))
     mask_numel = 0 if mask is None else mask.numel()
-    assert blob.shape == (blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel),)
-    decoded = torch.ops.gact_fx.decompress(blob, x.shape, x.dtype, bits, group_size, seed, rounding)
+    assert blob.shape == (blob_nbytes(x.numel(), x.dtype, bits, group_size, mask_numel, by_place),)
+    decoded = torch.ops.gact_fx.decompress(blob, x.shape, x.dtype, *code, rounding, by_place)
     assert decoded.is_contiguous()
-    assert same_bits(decoded, reference.decompress(blob, x.shape, x.dtype, bits, group_size, seed, rounding))
+    assert same_bits(decoded, reference.decompress(blob, x.shape, x.dtype, *code, rounding, by_place))
+    if by_place:
+        whole = reference.compress_whole(x, *code, mask, rounding, by_place)
+        assert torch.equal(blob, whole)
+        assert same_bits(decoded, reference.decompress_whole(whole, x.shape, x.dtype, *code, rounding, by_place))
 
 
 @needs_kernels
@@ -195,6 +235,9 @@ def test_kernel_matches_reference_everywhere(dtype: torch.dtype) -> None:
             for rounding in ROUNDINGS:
                 if (bits, rounding) != (16, "dither"):
                     check_against_reference(x, bits, group_size, 7, torch.rand(7777) < 0.5, rounding)
+                if bits <= 8:
+                    rows = x[: 2 * len(KINDS) * group_size]
+                    check_against_reference(rows, 1, group_size, 7, None, rounding, f"{bits}12{bits}")
 
 
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), dtype=st.sampled_from(INTEGERS), bits=st.integers(1, 16))

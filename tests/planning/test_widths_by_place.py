@@ -1,0 +1,82 @@
+"""Patterns of widths: the best there are, few runs, and judged by other rows than those that they were chosen on."""
+
+import itertools
+import random
+
+import pytest
+
+from gact_fx.codec.by_place import mean_bits, runs_of
+from gact_fx.codec.code import step_variance
+from gact_fx.planning.widths_by_place import FLOOR, MOST_PIECES, Pattern, list_patterns
+from gact_fx.records import Places
+
+
+def rows_of(*weights: float, rows: int = 4) -> Places:
+    return tuple(tuple(weights) for _ in range(rows))
+
+
+def judged(pattern: Pattern) -> float:
+    """What it adds, relative to one code with S(b) = 1."""
+    return sum(share * step_variance(bits) for bits, share in pattern.shares.items())
+
+
+def added(by_place: str, weights: tuple[float, ...]) -> float:
+    return sum(w * step_variance(int(d)) for d, w in zip(by_place, weights, strict=True)) / sum(weights)
+
+
+def test_no_pattern_of_as_many_bits_adds_less() -> None:
+    weights = (100.0, 30.0, 2.0, 1.0)
+    patterns = list_patterns(rows_of(*weights))
+    assert len(patterns) > 5
+    for pattern in patterns:
+        assert judged(pattern) == pytest.approx(added(pattern.by_place, weights))
+        every = ("".join(digits) for digits in itertools.product("12345678", repeat=4))
+        best = min(added(p, weights) for p in every if mean_bits(p) <= mean_bits(pattern.by_place))
+        assert added(pattern.by_place, weights) == pytest.approx(best)
+
+
+def test_patterns_go_from_few_bits_to_many() -> None:
+    found = [mean_bits(pattern.by_place) for pattern in list_patterns(rows_of(50.0, *[1.0] * 20))]
+    assert found == sorted(found)
+    assert found[0] < 2
+    assert found[-1] > 6
+
+
+def test_an_accident_of_some_rows_is_worth_nothing() -> None:
+    random.seed(0)
+    by_chance = tuple(tuple(random.lognormvariate(0, 2) for _ in range(48)) for _ in range(2))
+    for pattern in list_patterns(by_chance):
+        # One width of as many bits would add no more.
+        assert judged(pattern) > 0.9 * step_variance(mean_bits(pattern.by_place))
+    lasting = tuple(tuple(random.lognormvariate(0, 0.5) * (100 if p < 4 else 1) for p in range(48)) for _ in range(2))
+    gains = [step_variance(mean_bits(p.by_place)) / judged(p) for p in list_patterns(lasting)]
+    assert max(gains) > 4
+
+
+def test_runs_are_few() -> None:
+    random.seed(0)
+    for places in (33, 500, 3000):
+        weights = tuple(tuple(random.lognormvariate(0, 2) for _ in range(places)) for _ in range(3))
+        for pattern in list_patterns(weights):
+            assert len(pattern.by_place) == places
+            assert len(list(runs_of(pattern.by_place))) <= MOST_PIECES
+
+
+def test_the_first_place_of_many_has_a_run_of_its_own() -> None:
+    patterns = list_patterns(rows_of(1000.0, *[1.0] * 300))
+    assert any(pattern.by_place == "8" + "4" * 300 or pattern.by_place == "8" + "3" * 300 for pattern in patterns)
+
+
+def test_least_widths_are_kept_to() -> None:
+    assert all(min(pattern.by_place) >= "6" for pattern in list_patterns(rows_of(1000.0, 1.0, 1e-9), 6))
+
+
+def test_what_counts_for_nothing_now_is_not_given_up() -> None:
+    """It has no fewer bits than what counts for `FLOOR` of the mean."""
+    dead, alive = list_patterns(rows_of(1.0, 0.0)), list_patterns(rows_of(1.0, FLOOR / 2))
+    assert [p.by_place for p in dead] == [p.by_place for p in alive]
+
+
+@pytest.mark.parametrize("weights", [rows_of(1.0, 2.0, rows=1), rows_of(1.0), rows_of(0.0, 0.0), rows_of(1.0, 1.0)])
+def test_no_patterns_where_nothing_tells_them(weights: Places) -> None:
+    assert not list_patterns(weights)
