@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from torch import nn
@@ -13,10 +13,11 @@ from gact_fx.config import OPTIONS, Config, given
 from gact_fx.diagnostics.estimate import Estimate, Subject, make_estimate, memory_nbytes
 from gact_fx.diagnostics.report import Report
 from gact_fx.errors import UsageError, UsageTypeError, unknown_option
-from gact_fx.options import BUDGETS, UNSET
+from gact_fx.options import BUDGETS, UNSET, bits_at, is_schedule
 from gact_fx.plan import Plan, model_fingerprint
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.backend import run_states
+from gact_fx.training.bit_schedule import BitSchedule
 from gact_fx.training.lifecycle import State
 from gact_fx.training.minibatch_variance import LossFunction
 from gact_fx.training.model import Target, is_copy, owned_by, restore, sessions_within
@@ -31,9 +32,9 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 
 def compile(
     model: Model, *,
-    budget_bits: float | None = UNSET, sample_batches: Iterable[Any] | None = None,
-    loss_fn: LossFunction | None = None, config: Config | str | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    budget_bits: float | Mapping[int, float] | Callable[[int], float] | None = UNSET,
+    sample_batches: Iterable[Any] | None = None, loss_fn: LossFunction | None = None,
+    config: Config | str | None = None, plan: Plan | str | os.PathLike[str] | None = None,
     budget_bytes: int | str | None = UNSET, max_gradient_noise: float | None = UNSET, adaptive: bool = UNSET,
     group_size: int | None = UNSET, min_elements: int = UNSET, rounding: str = UNSET, seed: int = UNSET,
     sensitivity: str = UNSET, profile_draws: int = UNSET, profile_every: int | None = UNSET, recompute: str = UNSET,
@@ -57,8 +58,9 @@ def compile(
     Args:
         model: module or callable to train.
         budget_bits: average bits per element over the floating saved activations that may be compressed, metadata
-            included, in [1, 16]; ``None`` gives exactly torch.compile. The other options are those of :class:`Config`,
-            which has all descriptions and defaults.
+            included, in [1, 16]; ``None`` gives exactly torch.compile. A schedule gives the bits by training step:
+            ``{0: 8, 500: 4}``, or a function of the step. The other options are those of :class:`Config`, which has all
+            descriptions and defaults.
         sample_batches: batches to choose the bits on, before training; of a loader the first 8 are taken. Without them
             the first training step is the sample, and runs operator by operator, with one width for all tensors: 8
             bits, or of a large model the whole number below ``budget_bits``, 4 at least.
@@ -132,6 +134,9 @@ def compile_by(
             profile_batches(target.model, session, recorder, samples.batches, loss, target.uncompiled)
     if config.budget_bits is not None:
         session.lifecycle.before_calls(ranks.before_call)
+        if is_schedule(config.budget_bits):
+            schedule = BitSchedule(session, config.budget_bits, lambda: ranks.in_step)
+            session.lifecycle.before_calls(schedule.before_call)
         session.lifecycle.at_close(ranks.release)
     return cast(Model, target.model)
 
@@ -225,6 +230,7 @@ def estimate(
         if name not in OPTIONS:
             raise unknown_option("gact_fx.estimate", name, (*OPTIONS, "loss_fn", "memory", "noise", "optimizer_states"))
     chosen = Config.from_options({**({} if budget_bits is UNSET else {"budget_bits": budget_bits}), **options}, config)
+    chosen = replace(chosen, budget_bits=bits_at(chosen.budget_bits, 0))
     if chosen.budget_bits is None:
         raise UsageError("gact_fx.estimate: budget_bits=None compresses nothing; give the bits that you think of")
     if chosen.max_gradient_noise is not None and not noise:

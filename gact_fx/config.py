@@ -6,7 +6,7 @@ from typing import Any
 
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.errors import UsageError, unknown_option
-from gact_fx.options import UNSET, parse_budget, several_budgets
+from gact_fx.options import UNSET, bits_at, is_schedule, parse_budget, several_budgets
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -57,7 +57,9 @@ class Config:
 
     Attributes:
         budget_bits: average number of bits per element over all floating saved activations that may be compressed,
-            metadata included, in [1, 16]; ``None`` turns compression off.
+            metadata included, in [1, 16]; ``None`` turns compression off. A schedule has the bits from a training step
+            on, ``{0: 8, 500: 4}``, or is a function of the step. Steps are forward passes with gradients, counted from
+            0. A change by less than half a bit waits for more, since every other plan is compiled.
         budget_bytes: instead, bytes of activations that may be live at a time in a step on a batch like the sample:
             what is held for backward, and what operators make and free again, as predicted. Parameters, gradients and
             the batch do not count. A whole number, or a text with a unit as ``"500MB"`` (1000 * 1000 bytes) or
@@ -114,7 +116,8 @@ class Config:
         ValueError: an option out of its range.
     """
 
-    budget_bits: float | None = 4.0
+    # Sessions have a number there, or None.
+    budget_bits: float | Any | None = 4.0
     adaptive: bool = True
     budget_bytes: int | str | None = None
     max_gradient_noise: float | None = None
@@ -141,24 +144,27 @@ class Config:
         if isinstance(self.budget_bytes, str):
             # A text that is no budget stays, and is refused below.
             object.__setattr__(self, "budget_bytes", parse_budget(self.budget_bytes) or self.budget_bytes)
+        if isinstance(self.budget_bits, Mapping):
+            # Configurations are compared and hashed.
+            object.__setattr__(self, "budget_bits", tuple(sorted(self.budget_bits.items())))
         problem = next(self._problems(), None)
         if problem is not None:
             raise UsageError(f"gact_fx.compile: {problem}")
 
     def _problems(self) -> Iterator[str]:
         """What is wrong with the options, in an order in which each check may count on those before it."""
-        bits = self.budget_bits
-        if bits is not None and not (_is_number(bits) and 1 <= bits <= 16):
-            yield f"budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}"
-        if bits is not None and not self.adaptive and (bits != int(bits) or bits > 8):
-            yield f"adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
+        budget = self.budget_bits
+        if isinstance(budget, tuple) and not (budget and all(_is_whole(s) for s, _ in budget) and budget[0][0] == 0):
+            yield f"a schedule of budget_bits must have bits from step 0 on, as {{0: 8, 9: 4}}, got {dict(budget)!r}"
+        for bits in [b for _, b in budget] if isinstance(budget, tuple) else [bits_at(budget, 0)]:
+            yield from self.problems_of_bits(bits)
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             yield f"group_size must be None or one of {GROUP_SIZES}, got {self.group_size!r}"
         yield from self._problems_of_other_budgets()
         yield from self._problems_of_compilation()
         if self.loss_only and not self.split_loss:
             yield "loss_only=True needs split_loss=True, got False; leave one out"
-        if self.swap and bits is None:
+        if self.swap and budget is None:
             yield "swap=True moves codes, and budget_bits=None makes none; leave one out"
         if self.swap and self.inductor_patches.get("triton.cudagraphs"):
             yield (
@@ -174,6 +180,15 @@ class Config:
             value = getattr(self, name)
             if not _is_whole(value) or not low <= value <= high:
                 yield f"{name} must be a whole number in [{low}, {high}], got {value!r}"
+
+    def problems_of_bits(self, bits: Any) -> Iterator[str]:
+        """What is wrong with a number of bits, or None for no compression, beside the other options."""
+        if bits is not None and not (_is_number(bits) and 1 <= bits <= 16):
+            yield f"budget_bits must lie in [1, 16], or be None for no compression, got {bits!r}"
+        elif bits is None and is_schedule(self.budget_bits):
+            yield "a schedule of budget_bits must say how many, got None"
+        elif bits is not None and not self.adaptive and (bits != int(bits) or bits > 8):
+            yield f"adaptive=False takes a whole number of bits in [1, 8], got budget_bits={bits!r}"
 
     def _problems_of_other_budgets(self) -> Iterator[str]:
         for name, (kind, is_one) in _POSITIVE.items():
@@ -216,7 +231,7 @@ class Config:
         """Width of what is saved in eager PyTorch, where no sensitivity is measured."""
         if self.max_gradient_noise is not None or self.budget_bits is None:
             return 8
-        return min(int(self.budget_bits), 8)
+        return min(int(bits_at(self.budget_bits, 0)), 8)
 
     @property
     def inductor_patches(self) -> dict[str, Any]:

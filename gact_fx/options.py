@@ -1,4 +1,4 @@
-"""Options as people write them: those that are not given, and budgets as 8_000_000_000, ``"8GB"`` or ``"60%"``."""
+"""Options as people write them: budgets as 8_000_000_000, ``"8GB"`` or ``"60%"``, schedules, what is not given."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +23,20 @@ class _Unset:
 
 # Stands for an option that is not given; Any, so that signatures may say the types of those that are.
 UNSET: Any = _Unset()
+
+
+def is_schedule(budget: Any) -> bool:
+    """Whether a budget of bits depends on the step of training: pairs of a step and bits, or a function."""
+    return isinstance(budget, tuple) or callable(budget)
+
+
+def bits_at(budget: Any, step: int) -> Any:
+    """The budget of bits in a step of training, the first of which is 0."""
+    if callable(budget):
+        return budget(step)
+    if isinstance(budget, tuple):
+        return [bits for start, bits in budget if start <= step][-1]
+    return budget
 
 
 def parse_budget(text: str) -> int | str | None:

@@ -77,9 +77,8 @@ class TensorPlan:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
-        code = Code(
-            *(data[name] for name in ("bits", "rounding", "group_size", "seed")), spelled_out(data.get("by_place", ""))
-        )
+        by_place = spelled_out(data.get("by_place", ""))
+        code = Code(data["bits"], data["rounding"], data["group_size"], data["seed"], by_place)
         stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0), data.get("reason", "")
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gact_fx.codec.code import Code
-
-# Of the groups of a row, for every row.
-Places = tuple[tuple[float, ...], ...]
+from gact_fx.patterns import Places, shares_by_width
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Sensitivity:
     has, by their names, what other ways of storing it would add there. ``reason`` says why no code will do, where that
     is known. ``coherent_biases`` has the part of the bias that adds up over the rows of a batch, as measured.
     ``places`` has, by group size, what the groups of every row count for, (rows, groups of a row): the squared range
-    times the weight of the elements. It is empty where that was not measured.
+    times the weight of the elements, of which only ratios say something. It is empty where that was not measured.
     """
 
     value: float
@@ -94,7 +92,7 @@ class Sensitivity:
     others: "Mapping[str, Sensitivity]" = field(default_factory=dict)
     reason: str = ""
     coherent_biases: Mapping[Code, float] = field(default_factory=dict)
-    places: "Mapping[int, Places]" = field(default_factory=dict)
+    places: Mapping[int, Places] = field(default_factory=dict)
 
     def variance(self, code: Code, *, merged: bool = False) -> float | None:
         """What ``code`` adds, whatever its seed; None where that was not measured.
@@ -102,7 +100,7 @@ class Sensitivity:
         Rounding to nearest is for debugging, and counts as if it were stochastic.
         """
         if code.by_place:
-            shares = self.shares_by_width(code)
+            shares = shares_by_width(self.places.get(code.group_size, ((),)), code.by_place)
             return None if shares is None else self.variance_by_width(code, shares)
         return (self.merged if merged else self.variances).get(_measured(code))
 
@@ -111,18 +109,6 @@ class Sensitivity:
         added = [(share, self.variance(replace(code, bits=bits, by_place=""))) for bits, share in shares.items()]
         known = [share * variance for share, variance in added if variance is not None]
         return math.fsum(known) if len(known) == len(added) else None
-
-    def shares_by_width(self, code: Code) -> dict[int, float] | None:
-        """By width, the share that groups with widths by place have in what equal ones would add; None: not known."""
-        rows = self.places.get(code.group_size, ())
-        total = sum(map(sum, rows))
-        if not 0 < total < math.inf or len(rows[0]) != len(code.by_place):
-            return None
-        shares = dict.fromkeys(map(int, code.by_place), 0.0)
-        for row in rows:
-            for digit, weight in zip(code.by_place, row, strict=True):
-                shares[int(digit)] += weight / total
-        return shares
 
     def squared_bias(self, code: Code) -> float:
         """What of the variance of ``code`` is bias."""
@@ -135,8 +121,7 @@ class Sensitivity:
             for found in (self.variances, self.merged, self.squared_biases, self.coherent_biases)
         )
         others = {way: s.scaled(factor) for way, s in self.others.items()}
-        places = {size: tuple(tuple(factor * w for w in row) for row in rows) for size, rows in self.places.items()}
-        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason, coherent, places)
+        return Sensitivity(factor * self.value, variances, merged, biases, others, self.reason, coherent, self.places)
 
     def of_whole_batch(self, weight: float) -> "Sensitivity":
         """What was measured on a few rows, for the batch that has ``weight`` times their variance.
@@ -185,7 +170,7 @@ class Sensitivity:
         )
 
 
-def _rows_of_all(several: "Sequence[Mapping[int, Places]]") -> "dict[int, Places]":
+def _rows_of_all(several: Sequence[Mapping[int, Places]]) -> dict[int, Places]:
     """The rows of all batches, which must have equal lengths."""
     lengths = [{size: len(rows[0]) for size, rows in places.items()} for places in several]
     if any(length != lengths[0] for length in lengths):

@@ -9,6 +9,7 @@ from torch import nn
 from gact_fx.api import Samples, compile_by, inspect
 from gact_fx.config import OPTIONS, Config
 from gact_fx.errors import UsageError, unknown_option
+from gact_fx.options import is_schedule
 from gact_fx.plan import Plan
 from gact_fx.training.model import compiled_module, is_copy, session_of
 
@@ -109,6 +110,8 @@ class Compression:
 
 
 def _check_budget(plan: Plan, config: Config) -> None:
+    if is_schedule(config.budget_bits):
+        return
     if plan.budget_bits is not None and config.budget_bits not in (None, plan.budget_bits):
         log.warning(
             "training goes on with the plan of the checkpoint, which was made for budget_bits=%g; budget_bits=%g does "

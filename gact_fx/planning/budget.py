@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.errors import UsageError
-from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes
+from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes, held_nbytes
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, signature, tensor_seed
 from gact_fx.planning.allocate_bits import Choice, Menu, allocate_bits, fewest_bytes
 from gact_fx.planning.list_choices import Item, list_choices
@@ -103,16 +103,29 @@ def choose_plan(
     return replace(plan, variance=variance)
 
 
-def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors]) -> bool:
-    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities."""
+def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors], config: Config) -> bool:
+    """Whether ``plan`` has other bits than ``before``, and is worth compiling again on these sensitivities.
+
+    Under ``max_gradient_noise`` that is the case where ``before`` adds more than it may, or holds more than it must.
+    """
     if plan.choices() == before.choices():
         return False
-    if any(before.graph(graph.fingerprint) is None for graph in plan.graphs):
+    if plan.budget_bits != before.budget_bits or any(before.graph(g.fingerprint) is None for g in plan.graphs):
         return True
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     if variance is None or plan.variance is None:
         return True
-    return plan.variance < WORTHWHILE * variance * max(graph.correction for graph in graphs)
+    variance *= max(graph.correction for graph in graphs)
+    if config.max_gradient_noise is None or plan.minibatch_variance is None:
+        return plan.variance < WORTHWHILE * variance
+    if variance > config.max_gradient_noise * plan.minibatch_variance:
+        return plan.variance < variance
+    return _held_nbytes(plan, graphs) < WORTHWHILE * _held_nbytes(before, graphs)
+
+
+def _held_nbytes(plan: Plan, graphs: Sequence[GraphTensors]) -> int:
+    entries = {graph.fingerprint: graph.entries() for graph in plan.graphs}
+    return sum(graph.runs * held_nbytes(graph.analysis, entries[graph.fingerprint]) for graph in graphs)
 
 
 def _choose(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.encodings import Quantize
+from gact_fx.patterns import list_patterns
 from gact_fx.plan import TensorPlan
 from gact_fx.planning.allocate_bits import Choice, Menu
-from gact_fx.planning.widths_by_place import list_patterns
 from gact_fx.records import SavedTensor, Sensitivity
 
 # Least sensitivity per element, relative to the median. What moves little when it is measured, most of all at

@@ -16,8 +16,9 @@ from torch import fx
 from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
+from gact_fx.patterns import Places
 from gact_fx.profiling.neighbours import STEP_BITS, rounded_up
-from gact_fx.records import Places, Sensitivity
+from gact_fx.records import Sensitivity
 
 # The width and group size that c_l is quoted at.
 REFERENCE = Code(4, "stochastic", 256)

@@ -19,6 +19,7 @@ from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.graphs.late_product import LateProduct, with_late_products
+from gact_fx.options import is_schedule
 from gact_fx.passes.split_cross_entropy import split_cross_entropy
 from gact_fx.profiling.recorder import Recorder
 from gact_fx.training.learner import Learner
@@ -201,6 +202,8 @@ def gact(
         ValueError: an unknown option, or one out of its range.
     """
     config = Config.from_options({"mode": mode, **(options or {})})
+    if is_schedule(config.budget_bits):
+        raise UsageError("gact_fx.compile: beside backend='gact', give a number of budget_bits, not a schedule")
     for name in ("dynamic", "fullgraph"):
         if getattr(config, name) != getattr(Config, name):
             raise UsageError(f"gact_fx.compile: beside backend='gact', give {name} to torch.compile itself")

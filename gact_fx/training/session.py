@@ -10,6 +10,7 @@ from gact_fx.breaks.eager_regions import EagerRegions
 from gact_fx.config import Config
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
+from gact_fx.options import bits_at
 from gact_fx.passes import PIPELINE
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context, Pass
@@ -46,7 +47,8 @@ class Session:
     ) -> None:
         # What messages call the model.
         self.title = title
-        self.config = config
+        # A schedule's first bits; `BitSchedule` gives the others.
+        self.config = replace(config, budget_bits=bits_at(config.budget_bits, 0))
         self.model = model
         self.plan = plan
         self.plan_was_given = plan is not None
@@ -76,6 +78,8 @@ class Session:
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
+        # What eager regions held for the present plan; None: as in the latest step.
+        self._eager: EagerBytes | None = None
 
     def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
@@ -255,15 +259,27 @@ class Session:
 
         What ``eager`` regions hold counts for the budget; None: those of this process.
         """
+        self._eager = eager
         plan = self.choose(eager)
         before, self._has_sample = self.plan, False
-        if before is not None and not is_better(plan, before, self._tensors()):
+        if before is not None and not is_better(plan, before, self._tensors(), self.config):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return False
         # A given plan that was made anew may meet graphs that it does not know, like any other.
         self.plan_was_given = False
         self.adopt(plan)
         return True
+
+    def set_budget(self, bits: float) -> None:
+        """Go on with ``bits`` an element: by another plan from what was measured, or from what the next step tells."""
+        say(f"{self.title}: budget_bits={bits:g} from now on")
+        self.config = replace(self.config, budget_bits=bits)
+        if self.lifecycle.state is not State.PLANNED:
+            return
+        if self.profiles:
+            self.adopt(self.choose(self._eager))
+        else:
+            self.profile_next()
 
     def choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
         """The plan that the profiles lead to."""

@@ -231,8 +231,8 @@ def test_a_plan_is_compared_to_the_one_before_by_what_was_measured() -> None:
     entries = plan.graphs[0].tensors
     worse = (*entries[:-1], replace(entries[-1], code=Code(1)))
     before = replace(plan, graphs=(replace(plan.graphs[0], tensors=worse),))
-    assert is_better(plan, before, [tensors])
-    assert not is_better(before, plan, [tensors]) and not is_better(plan, plan, [tensors])
+    assert is_better(plan, before, [tensors], config)
+    assert not is_better(before, plan, [tensors], config) and not is_better(plan, plan, [tensors], config)
 
 
 def test_unmeasured_variances_are_not_claimed() -> None:
@@ -284,3 +284,26 @@ def test_two_graphs_share_one_budget() -> None:
     plan = choose_plan([calm, wild], Config(budget_bits=4.0, **OPTIONS), "m", None)
     widths = {entry.fingerprint: [t.bits or math.inf for t in entry.tensors] for entry in plan.graphs}
     assert max(widths["graph"]) < 4 < min(widths["wild"])
+
+
+def test_a_bound_on_noise_asks_for_more_bits_and_for_fewer() -> None:
+    """By a plan that is too noisy on what is measured now, or holds more than it must."""
+    tensors = graph(*[1.0] * 20)
+    config = Config(max_gradient_noise=0.1, **OPTIONS)
+    plans = [choose_plan([tensors], config, "m", minibatch) for minibatch in (1.0, 1e2, 1.02e2, 1e4)]
+    for now in plans:
+        for before in plans:
+            is_other = now.choices() != before.choices()
+            assert now.variance is not None and before.variance is not None and now.minibatch_variance is not None
+            too_noisy = before.variance > 0.1 * now.minibatch_variance
+            fewer = now.variance > 2 * before.variance
+            if is_other and (too_noisy or fewer):
+                assert is_better(now, before, [tensors], config)
+            if not is_other:
+                assert not is_better(now, before, [tensors], config)
+
+
+def test_another_budget_is_another_plan() -> None:
+    tensors = graph(*[1.0] * 20)
+    before, plan = (choose_plan([tensors], Config(budget_bits=bits, **OPTIONS), "m", None) for bits in (8.0, 4.0))
+    assert is_better(plan, before, [tensors], Config(budget_bits=4.0))

@@ -7,8 +7,7 @@ import pytest
 
 from gact_fx.codec.by_place import mean_bits, runs_of
 from gact_fx.codec.code import step_variance
-from gact_fx.planning.widths_by_place import FLOOR, MOST_PIECES, Pattern, list_patterns
-from gact_fx.records import Places
+from gact_fx.patterns import FLOOR, MOST_PIECES, Pattern, Places, list_patterns, shares_by_width
 
 
 def rows_of(*weights: float, rows: int = 4) -> Places:
@@ -80,3 +79,14 @@ def test_what_counts_for_nothing_now_is_not_given_up() -> None:
 @pytest.mark.parametrize("weights", [rows_of(1.0, 2.0, rows=1), rows_of(1.0), rows_of(0.0, 0.0), rows_of(1.0, 1.0)])
 def test_no_patterns_where_nothing_tells_them(weights: Places) -> None:
     assert not list_patterns(weights)
+
+
+def test_shares_are_judged_on_the_rows_that_a_pattern_was_chosen_on_and_plain_on_others() -> None:
+    random.seed(0)
+    mine, others = (tuple(tuple(random.lognormvariate(0, 1) for _ in range(24)) for _ in range(2)) for _ in range(2))
+    pattern = list_patterns(mine)[6]
+    assert shares_by_width(mine, pattern.by_place) == pattern.shares
+    found = shares_by_width(others, pattern.by_place)
+    assert found is not None and found != pattern.shares
+    assert sum(found.values()) == pytest.approx(1)
+    assert shares_by_width(others, pattern.by_place + "4") is None

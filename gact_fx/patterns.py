@@ -1,4 +1,4 @@
-"""Widths by place: more bits for the groups of a row, at the same place in every row, whose errors count for more.
+"""Patterns: more bits for the groups of a row, at the same place in every row, whose errors count for more.
 
 With m_p the weight of the groups at place p, a width b_p there adds ``sum_p m_p S(b_p)``. For a price of a bit every
 place has its best width (Lagrangian relaxation, as in `allocate_bits`), and a row of prices gives a row of patterns.
@@ -17,13 +17,14 @@ from itertools import pairwise
 
 from gact_fx.codec.by_place import mean_bits
 from gact_fx.codec.code import WIDTHS, step_variance
-from gact_fx.records import Places
 
 # Pieces of a row with one width each, and places that are looked at one by one.
 MOST_PIECES, MOST_PLACES = 32, 512
 # What counts for less than this share of the mean when it is measured may count for more later.
 FLOOR = 1e-2
 Piece = tuple[int, float]
+# What the groups of a row count for, for every row.
+Places = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,25 @@ def list_patterns(weights: Places, least: int = 1) -> Sequence[Pattern]:
                 shares[int(digit)] += excess * weight / (2 * total)
         patterns.append(Pattern(chosen, shares))
     return patterns
+
+
+def shares_by_width(weights: Places, by_place: str) -> dict[int, float] | None:
+    """By width, the share that its groups have in what codes of one width would add; None where rows do not fit.
+
+    Of a pattern that was chosen on these very rows it is as the pattern was judged.
+    """
+    total = sum(map(sum, weights))
+    if not 0 < total < math.inf or len(weights[0]) != len(by_place):
+        return None
+    for least in range(1, int(min(by_place)) + 1):
+        for pattern in list_patterns(weights, least):
+            if pattern.by_place == by_place:
+                return pattern.shares
+    shares = dict.fromkeys(map(int, by_place), 0.0)
+    for row in weights:
+        for digit, weight in zip(by_place, row, strict=True):
+            shares[int(digit)] += weight / total
+    return shares
 
 
 def _prices(least: int) -> list[float]:
