@@ -223,3 +223,20 @@ def test_the_minibatch_variance_is_free_of_the_noise_of_the_plan() -> None:
         model(x).backward()
         model.zero_grad()
     assert plan_of(model).minibatch_variance == pytest.approx(wanted, rel=0.2)
+
+
+def test_a_bound_on_the_noise_holds_while_gradients_vary_more_and_less() -> None:
+    """More bits where batches are nearly the same, and their gradients too, and fewer where they differ again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+    gact_fx.compile(model, inner="eager", max_gradient_noise=1e-3, profile_every=2)
+    common, held = torch.randn(256, 64), []
+    for share in (1.0, 0.1, 1.0):
+        for _ in range(6):
+            model(common + share * torch.randn(256, 64)).square().mean().backward()
+        plan = plan_of(model)
+        assert plan.variance is not None and plan.minibatch_variance is not None
+        assert plan.variance <= 1e-3 * plan.minibatch_variance * 1.05
+        held.append(gact_fx.inspect(model).bytes_after)
+    assert held[1] > 1.2 * held[0]
+    assert held[2] < held[1] / 1.2
