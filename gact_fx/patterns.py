@@ -18,13 +18,34 @@ from itertools import pairwise
 from gact_fx.codec.by_place import mean_bits
 from gact_fx.codec.code import WIDTHS, step_variance
 
-# Pieces of a row with one width each, and places that are looked at one by one.
-MOST_PIECES, MOST_PLACES = 32, 512
+# Pieces of a row with one width each.
+MOST_PIECES = 32
+# Rows, and blocks of neighbouring places, that are told apart.
+MOST_ROWS, MOST_BLOCKS = 8, 512
 # What counts for less than this share of the mean when it is measured may count for more later.
 FLOOR = 1e-2
+# How many blocks, and the mean of their weights.
 Piece = tuple[int, float]
-# What the groups of a row count for, for every row.
-Places = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the groups of a row count for, of which there are ``count``.
+
+    ``rows`` has it for several rows, in blocks of `block_size` neighbouring groups, of which the last may be smaller.
+    Only ratios say something.
+    """
+
+    count: int
+    rows: tuple[tuple[float, ...], ...]
+
+    @property
+    def block_size(self) -> int:
+        return -(-self.count // MOST_BLOCKS)
+
+    def spread(self, digits: str) -> str:
+        """A digit for every place, of ``digits`` for every block."""
+        return "".join(digit * self.block_size for digit in digits)[: self.count]
 
 
 @dataclass(frozen=True)
@@ -36,17 +57,17 @@ class Pattern:
 
 
 @lru_cache(maxsize=4096)
-def list_patterns(weights: Places, least: int = 1) -> Sequence[Pattern]:
+def list_patterns(places: Places, least: int = 1) -> Sequence[Pattern]:
     """Patterns of several widths of ``least`` bits and more, from few bits to many.
 
-    ``weights``: what the groups of every row count for. There are none for fewer than two rows, which leave nothing to
-    judge them by. Plans are made several times of what was measured once, so patterns are remembered.
+    There are none for fewer than two rows, which leave nothing to judge them by. Plans are made several times of what
+    was measured once, so patterns are remembered.
     """
-    rows, places = len(weights), len(weights[0])
-    if rows < 2 or places < 2:
+    if len(places.rows) < 2 or places.count < 2:
         return []
     halves = [
-        [math.fsum(column) / len(half) for column in zip(*half, strict=True)] for half in (weights[::2], weights[1::2])
+        [math.fsum(column) / len(half) for column in zip(*half, strict=True)]
+        for half in (places.rows[::2], places.rows[1::2])
     ]
     both = [sum(pair) / 2 for pair in zip(*halves, strict=True)]
     total = sum(both)
@@ -55,35 +76,38 @@ def list_patterns(weights: Places, least: int = 1) -> Sequence[Pattern]:
     pieces = [_pieces(found) for found in (both, *halves)]
     patterns: list[Pattern] = []
     for price in _prices(least):
-        chosen, *of_halves = (_widths(found, price * total / places, least) for found in pieces)
-        if len(set(chosen)) < 2 or (patterns and patterns[-1].by_place == chosen):
+        chosen, *of_halves = (_widths(found, price * total / len(both), least) for found in pieces)
+        by_place = places.spread(chosen)
+        if len(set(chosen)) < 2 or (patterns and patterns[-1].by_place == by_place):
             continue
         shares = dict.fromkeys(range(least, WIDTHS[-1] + 1), 0.0)
         # The pattern of either half on the other one, with what it has in bits more than the one of both.
-        for by_place, judge in zip(of_halves, reversed(halves), strict=True):
-            excess = 4.0 ** (mean_bits(by_place) - mean_bits(chosen))
-            for digit, weight in zip(by_place, judge, strict=True):
+        for digits, judge in zip(of_halves, reversed(halves), strict=True):
+            excess = 4.0 ** (mean_bits(digits) - mean_bits(chosen))
+            for digit, weight in zip(digits, judge, strict=True):
                 shares[int(digit)] += excess * weight / (2 * total)
-        patterns.append(Pattern(chosen, shares))
+        patterns.append(Pattern(by_place, shares))
     return patterns
 
 
-def shares_by_width(weights: Places, by_place: str) -> dict[int, float] | None:
+def shares_by_width(places: Places, by_place: str) -> dict[int, float] | None:
     """By width, the share that its groups have in what codes of one width would add; None where rows do not fit.
 
     Of a pattern that was chosen on these very rows it is as the pattern was judged.
     """
-    total = sum(map(sum, weights))
-    if not 0 < total < math.inf or len(weights[0]) != len(by_place):
+    total = sum(map(sum, places.rows))
+    if not 0 < total < math.inf or places.count != len(by_place):
         return None
     for least in range(1, int(min(by_place)) + 1):
-        for pattern in list_patterns(weights, least):
+        for pattern in list_patterns(places, least):
             if pattern.by_place == by_place:
                 return pattern.shares
     shares = dict.fromkeys(map(int, by_place), 0.0)
-    for row in weights:
-        for digit, weight in zip(by_place, row, strict=True):
-            shares[int(digit)] += weight / total
+    size = places.block_size
+    for block, weights in enumerate(zip(*places.rows, strict=True)):
+        digits = by_place[block * size : (block + 1) * size]
+        for digit in digits:
+            shares[int(digit)] += sum(weights) / total / len(digits)
     return shares
 
 
@@ -95,6 +119,7 @@ def _prices(least: int) -> list[float]:
 
 
 def _widths(pieces: Sequence[Piece], price: float, least: int) -> str:
+    """A digit for every block."""
     floor = FLOOR * sum(count * weight for count, weight in pieces) / sum(count for count, _ in pieces)
     digits = []
     for count, weight in pieces:
@@ -105,18 +130,14 @@ def _widths(pieces: Sequence[Piece], price: float, least: int) -> str:
 
 
 def _pieces(weights: Sequence[float]) -> list[Piece]:
-    """Neighbouring places as `MOST_PIECES` pieces at most: how many places, and the mean of their weights.
+    """Neighbouring blocks as `MOST_PIECES` pieces at most.
 
     Those are joined first that lose least by one width, which is half the logarithm of a weight in bits.
     """
-    width = -(-len(weights) // MOST_PLACES)
-    parts = [weights[first : first + width] for first in range(0, len(weights), width)]
     floor = FLOOR * sum(weights) / len(weights)
-    counts = [len(part) for part in parts]
-    sums = [math.fsum(max(weight, floor) for weight in part) for part in parts]
-    behind = list(range(1, len(parts) + 1))
-    before = list(range(-1, len(parts) - 1))
-    version = [0] * len(parts)
+    counts, sums = [1] * len(weights), [max(weight, floor) for weight in weights]
+    behind, before = list(range(1, len(weights) + 1)), list(range(-1, len(weights) - 1))
+    version = [0] * len(weights)
 
     def entropy(count: int, total: float) -> float:
         return count * math.log(total / count)
@@ -127,18 +148,18 @@ def _pieces(weights: Sequence[float]) -> list[Piece]:
         lost = joined - entropy(counts[at], sums[at]) - entropy(counts[other], sums[other])
         return lost, at, version[at], version[other]
 
-    heap = [loss(at) for at in range(len(parts) - 1)]
+    heap = [loss(at) for at in range(len(weights) - 1)]
     heapq.heapify(heap)
-    left = len(parts)
+    left = len(weights)
     while left > MOST_PIECES:
         _, at, mine, others = heapq.heappop(heap)
         other = behind[at]
-        if not counts[at] or other == len(parts) or version[at] != mine or version[other] != others:
+        if not counts[at] or other == len(weights) or version[at] != mine or version[other] != others:
             continue
         counts[at], sums[at] = counts[at] + counts[other], sums[at] + sums[other]
         counts[other], behind[at] = 0, behind[other]
         version[at], version[other], left = version[at] + 1, version[other] + 1, left - 1
-        if behind[at] < len(parts):
+        if behind[at] < len(weights):
             before[behind[at]] = at
             heapq.heappush(heap, loss(at))
         if before[at] >= 0:

@@ -81,8 +81,8 @@ class Sensitivity:
     would not be finite. ``squared_biases`` has the part of it that is bias, where backward bends; ``others``
     has, by their names, what other ways of storing it would add there. ``reason`` says why no code will do, where that
     is known. ``coherent_biases`` has the part of the bias that adds up over the rows of a batch, as measured.
-    ``places`` has, by group size, what the groups of every row count for, (rows, groups of a row): the squared range
-    times the weight of the elements, of which only ratios say something. It is empty where that was not measured.
+    ``places`` has, by group size, what the groups of a row count for: the squared range times the weight of the
+    elements. It is empty where that was not measured.
     """
 
     value: float
@@ -100,7 +100,8 @@ class Sensitivity:
         Rounding to nearest is for debugging, and counts as if it were stochastic.
         """
         if code.by_place:
-            shares = shares_by_width(self.places.get(code.group_size, ((),)), code.by_place)
+            places = self.places.get(code.group_size)
+            shares = None if places is None else shares_by_width(places, code.by_place)
             return None if shares is None else self.variance_by_width(code, shares)
         return (self.merged if merged else self.variances).get(_measured(code))
 
@@ -172,10 +173,13 @@ class Sensitivity:
 
 def _rows_of_all(several: Sequence[Mapping[int, Places]]) -> dict[int, Places]:
     """The rows of all batches, which must have equal lengths."""
-    lengths = [{size: len(rows[0]) for size, rows in places.items()} for places in several]
-    if any(length != lengths[0] for length in lengths):
+    counts = [{size: places.count for size, places in of_batch.items()} for of_batch in several]
+    if any(count != counts[0] for count in counts):
         return {}
-    return {size: tuple(row for places in several for row in places[size]) for size in several[0]}
+    return {
+        size: replace(places, rows=tuple(row for of_batch in several for row in of_batch[size].rows))
+        for size, places in several[0].items()
+    }
 
 
 def _measured(code: Code) -> Code:

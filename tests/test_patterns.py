@@ -7,11 +7,18 @@ import pytest
 
 from gact_fx.codec.by_place import mean_bits, runs_of
 from gact_fx.codec.code import step_variance
-from gact_fx.patterns import FLOOR, MOST_PIECES, Pattern, Places, list_patterns, shares_by_width
+from gact_fx.patterns import FLOOR, MOST_BLOCKS, MOST_PIECES, Pattern, Places, list_patterns, shares_by_width
 
 
 def rows_of(*weights: float, rows: int = 4) -> Places:
-    return tuple(tuple(weights) for _ in range(rows))
+    return Places(len(weights), tuple(tuple(weights) for _ in range(rows)))
+
+
+def drawn(places: int, sigma: float, rows: int = 2, first: float = 1.0) -> Places:
+    """Weights of which the first four are ``first`` times as large."""
+    draw = random.Random(places).lognormvariate
+    weights = (tuple(draw(0, sigma) * (first if p < 4 else 1) for p in range(places)) for _ in range(rows))
+    return Places(places, tuple(weights))
 
 
 def judged(pattern: Pattern) -> float:
@@ -42,23 +49,33 @@ def test_patterns_go_from_few_bits_to_many() -> None:
 
 
 def test_an_accident_of_some_rows_is_worth_nothing() -> None:
-    random.seed(0)
-    by_chance = tuple(tuple(random.lognormvariate(0, 2) for _ in range(48)) for _ in range(2))
-    for pattern in list_patterns(by_chance):
+    for pattern in list_patterns(drawn(48, 2.0)):
         # One width of as many bits would add no more.
         assert judged(pattern) > 0.9 * step_variance(mean_bits(pattern.by_place))
-    lasting = tuple(tuple(random.lognormvariate(0, 0.5) * (100 if p < 4 else 1) for p in range(48)) for _ in range(2))
-    gains = [step_variance(mean_bits(p.by_place)) / judged(p) for p in list_patterns(lasting)]
-    assert max(gains) > 4
+    lasting = list_patterns(drawn(48, 0.5, first=100))
+    assert max(step_variance(mean_bits(p.by_place)) / judged(p) for p in lasting) > 4
 
 
 def test_runs_are_few() -> None:
-    random.seed(0)
-    for places in (33, 500, 3000):
-        weights = tuple(tuple(random.lognormvariate(0, 2) for _ in range(places)) for _ in range(3))
-        for pattern in list_patterns(weights):
-            assert len(pattern.by_place) == places
+    for count in (33, 500):
+        for pattern in list_patterns(drawn(count, 2.0, rows=3)):
+            assert len(pattern.by_place) == count
             assert len(list(runs_of(pattern.by_place))) <= MOST_PIECES
+
+
+def test_of_many_places_neighbours_count_as_one() -> None:
+    assert Places(MOST_BLOCKS, ()).block_size == 1
+    blocks = -(-3000 // 6)
+    places = Places(3000, tuple((100.0, *[1.0] * (blocks - 1)) for _ in range(2)))
+    assert places.block_size == 6
+    patterns = list_patterns(places)
+    assert patterns
+    for pattern in patterns:
+        assert len(pattern.by_place) == 3000
+        assert len(set(pattern.by_place[:6])) == len(set(pattern.by_place[6:])) == 1
+    other = "8" * 3 + "4" * 2997
+    shares = shares_by_width(places, other)
+    assert shares == pytest.approx({8: 50 / 599, 4: 549 / 599})
 
 
 def test_the_first_place_of_many_has_a_run_of_its_own() -> None:
@@ -82,8 +99,7 @@ def test_no_patterns_where_nothing_tells_them(weights: Places) -> None:
 
 
 def test_shares_are_judged_on_the_rows_that_a_pattern_was_chosen_on_and_plain_on_others() -> None:
-    random.seed(0)
-    mine, others = (tuple(tuple(random.lognormvariate(0, 1) for _ in range(24)) for _ in range(2)) for _ in range(2))
+    mine, others = drawn(24, 1.0), Places(24, tuple(row[:24] for row in drawn(48, 1.0).rows))
     pattern = list_patterns(mine)[6]
     assert shares_by_width(mine, pattern.by_place) == pattern.shares
     found = shares_by_width(others, pattern.by_place)

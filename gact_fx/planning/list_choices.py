@@ -85,11 +85,11 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
     if item.how.order[:1] != (0,):
         return choices
     for like in codes:
-        weights = measured.places.get(like.group_size)
-        if like.bits != WIDTHS[-1] or not weights:
+        places = measured.places.get(like.group_size)
+        if like.bits != WIDTHS[-1] or places is None:
             continue
         added = {bits: _measured_variance(replace(like, bits=bits), measured, sensitivity) for bits in WIDTHS}
-        for pattern in list_patterns(weights, item.how.min_bits):
+        for pattern in list_patterns(places, item.how.min_bits):
             terms = [(share, added[bits]) for bits, share in pattern.shares.items() if share > 0]
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):

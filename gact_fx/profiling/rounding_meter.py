@@ -16,7 +16,7 @@ from torch import fx
 from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
-from gact_fx.patterns import Places
+from gact_fx.patterns import MOST_ROWS, Places
 from gact_fx.profiling.neighbours import STEP_BITS, rounded_up
 from gact_fx.records import Sensitivity
 
@@ -234,16 +234,23 @@ class _Weighed:
         return self._weights.view(-1, cells).sum(1).double() * ranges.double().square()
 
     def places(self, sizes: Sequence[int], probes: int, row_numel: int) -> dict[int, Places]:
-        """By size, weight times squared range of the groups of every row, for every row.
+        """By size, weight times squared range of the groups of a row, of `MOST_ROWS` sums of rows at most.
 
         Of sizes that rows have a whole number of.
         """
         if row_numel == 0 or self._numel % row_numel:
             return {}
-        fitting = [size for size in sizes if row_numel % size == 0 and row_numel > size]
-        groups = {size: self._by_group(size)[: self._numel // size] / max(probes, 1) for size in fitting}
-        rows = {size: found.view(-1, row_numel // size).tolist() for size, found in groups.items()}
-        return {size: tuple(map(tuple, found)) for size, found in rows.items()}
+        found = {}
+        for size in sizes:
+            count = row_numel // size
+            if row_numel % size or count < 2:
+                continue
+            rows = self._by_group(size)[: self._numel // size].view(-1, count) / max(probes, 1)
+            several = torch.stack([rows[at::MOST_ROWS].sum(0) for at in range(min(len(rows), MOST_ROWS))])
+            blocks = several.split(Places(count, ()).block_size, 1)
+            means = torch.stack([block.mean(1) for block in blocks], 1)
+            found[size] = Places(count, tuple(map(tuple, means.tolist())))
+        return found
 
     def _bfloat16(self, probes: int) -> float:
         """Values between two bfloat16 numbers: a sixth of their squared distance, in the mean over positions."""
