@@ -34,6 +34,7 @@ from kernels_sections import (
     SMALL,
     measure_fusion,
     measure_groups,
+    measure_patterns,
     measure_quickly,
     measure_reference,
     measure_strided,
@@ -58,7 +59,17 @@ RATES = {"cpu": "bytes of the uncompressed tensor", "cuda": "bytes read + bytes 
 
 def checklist(meter: Meter) -> list[Check]:
     rows = {(r.job.direction, r.job.codec, r.job.nbytes): r for r in meter.rows if r.job.section == "widths"}
-    return _cpu_checks(rows) if meter.device == "cpu" else _cuda_checks(rows)
+    by_device = _cpu_checks(rows) if meter.device == "cpu" else _cuda_checks(rows)
+    return by_device + _pattern_checks([row for row in meter.rows if row.job.section == "patterns"])
+
+
+def _pattern_checks(rows: Sequence[Row]) -> list[Check]:
+    plain = {row.job.direction: row for row in rows if not row.job.codec.by_place}
+    return [
+        Check(f"{row.job.direction}, {row.job.way}", row.rate_of(plain[row.job.direction]), 0.85, "x one width")
+        for row in rows
+        if row.job.codec.by_place
+    ]
 
 
 def _cpu_checks(rows: Rows) -> list[Check]:
@@ -114,6 +125,8 @@ def run_sections(meter: Meter) -> None:
     print_section(meter, "By dtype, width and size, groups of 256", "widths")
     measure_groups(meter)
     print_section(meter, "By group size, fp32, 4 bits, 64 MiB", "groups", by_group)
+    measure_patterns(meter)
+    print_section(meter, "Widths by place, fp32, 4 bits in the mean, 64 MiB", "patterns", by_way)
     measure_strided(meter)
     print_section(meter, "Sources that are not contiguous, fp32, 4 bits, 64 MiB", "strided", by_way)
     measure_reference(meter)
@@ -182,6 +195,8 @@ def main() -> None:
         if options.quick:
             measure_quickly(meter)
             print_section(meter, "What the targets are about", "widths")
+            measure_patterns(meter)
+            print_section(meter, "Widths by place, fp32, 4 bits in the mean, 64 MiB", "patterns", by_way)
         else:
             run_sections(meter)
     checks = checklist(meter)

@@ -34,6 +34,7 @@ class Codec:
     bits: int = 4
     rounding: str = "stochastic"
     group_size: int = 256
+    by_place: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -45,7 +46,8 @@ class Codec:
 
     @property
     def _keywords(self) -> dict[str, str]:
-        return {} if self.rounding == "stochastic" else {"rounding": self.rounding}
+        given = {"rounding": self.rounding} if self.rounding != "stochastic" else {}
+        return {**given, "by_place": self.by_place} if self.by_place else given
 
     def source(self, nbytes: int, device: str) -> torch.Tensor:
         """Return a random tensor of this many bytes."""

@@ -36,6 +36,17 @@ def measure_codecs(meter: Meter, section: str, codecs: Sequence[Codec], nbytes: 
     meter.measure([job for codec in codecs for job in codec_jobs(section, "operator", codec, x)])
 
 
+# Rows of 256 groups whose widths are 4 bits in the mean: the first groups are wider, or every other stretch of 16 is.
+PATTERNS = {"the first three of 256 groups wider": "8" * 3 + "4" * 249 + "1" * 4, "16 runs": ("6" * 16 + "2" * 16) * 8}
+
+
+def measure_patterns(meter: Meter) -> None:
+    """Widths by place beside one width of as many bits."""
+    codecs = {"one width": Codec()} | {name: Codec(bits=1, by_place=digits) for name, digits in PATTERNS.items()}
+    x = Codec().source(LARGE, meter.device)
+    meter.measure([job for name, codec in codecs.items() for job in codec_jobs("patterns", name, codec, x)])
+
+
 def by_dtype() -> list[list[Codec]]:
     """Return the codecs of the widths' table."""
     widths = [[Codec(dtype, bits) for bits in range(1, 9)] + [Codec(dtype, 4, "dither")] for dtype in FLOATS]
