@@ -20,6 +20,8 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
+from gact_fx.codec.by_place import runs_of
+from gact_fx.codec.code import Code
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.plan import tensor_seed
 
@@ -614,11 +616,21 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], t
 
 
 def slot_errors(call: tuple[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
-    """Standardised errors of a recorded call, in full groups."""
-    (x, bits, group_size, seed, _, rounding), blob = call
-    assert x.numel() % group_size == 0
-    back = ops.decompress(blob, x.shape, x.dtype, bits, group_size, seed, rounding).view(-1).double()
-    return _standardised(x, blob, back, bits, rounding, group_size)
+    """Standardised errors of a recorded call, in full groups; of widths by place, run after run."""
+    (x, *_), blob = call
+    code, start = Code.of_compress(call[0]), 0
+    assert x.numel() % code.group_size == 0
+    by_place = code.by_place or str(code.bits) * (x.numel() // code.group_size)
+    errors = torch.zeros(x.numel() // len(by_place) // code.group_size, len(by_place), code.group_size)
+    for at, run in enumerate(runs_of(by_place)):
+        part = x.reshape(errors.shape)[:, run.first : run.first + run.count]
+        of_run = Code(run.bits, code.rounding, code.group_size, code.seed + at)
+        stored = blob[start : start + of_run.nbytes(part.numel(), x.dtype)]
+        start += len(stored)
+        back = ops.decompress(stored, part.shape, x.dtype, *of_run.to_decompress()).view(-1).double()
+        found = _standardised(part, stored, back, run.bits, code.rounding, code.group_size)
+        errors[:, run.first : run.first + run.count] = found.view(part.shape)
+    return errors.view(-1)
 
 
 @pytest.mark.slow
