@@ -37,7 +37,7 @@ def measure_codecs(meter: Meter, section: str, codecs: Sequence[Codec], nbytes: 
 
 
 # Rows of 256 groups whose widths are 4 bits in the mean: the first groups are wider, or every other stretch of 16 is.
-PATTERNS = {"the first three of 256 groups wider": "8" * 3 + "4" * 249 + "1" * 4, "16 runs": ("6" * 16 + "2" * 16) * 8}
+PATTERNS = {"the first three of 256 groups wider": "8x3 4x249 1x4", "16 runs": " ".join(["6x16 2x16"] * 8)}
 
 
 def measure_patterns(meter: Meter) -> None:

@@ -27,7 +27,7 @@ struct Blob {
 };
 
 // Where decompressed elements go: rows of `length` elements, of whole groups but for the last, `gap` bytes apart.
-struct Rows {
+struct SpacedRows {
   void* data;
   int64_t length;
   int64_t gap;
@@ -61,7 +61,7 @@ struct Integers {
 namespace cpu {
 
 void compress(const Strided& values, const Codec& codec, const Blob& blob);
-void decompress(const Blob& blob, const Codec& codec, const Rows& values);
+void decompress(const Blob& blob, const Codec& codec, const SpacedRows& values);
 // Returns whether all integers were in [0, 2^value_bits).
 bool pack_integers(const void* values, const Integers& integers, uint8_t* packed);
 void unpack_integers(const uint8_t* packed, const Integers& integers, void* values);

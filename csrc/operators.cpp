@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -138,17 +139,31 @@ struct Run {
   int bits;
 };
 
-// The runs of `by_place`, which has a digit for every group of a row.
+int64_t count_places(const std::vector<Run>& runs) { return runs.empty() ? 0 : runs.back().first + runs.back().count; }
+
+// The runs of `by_place`, which is like "8 2x15".
 std::vector<Run> to_runs(const char* op, std::string_view by_place, int64_t numel, int64_t group_size) {
   std::vector<Run> runs;
-  for (size_t at = 0; at < by_place.size(); ++at) {
-    const int bits = by_place[at] - '0';
-    check(1 <= bits && bits <= 8, op, "by_place must have digits from 1 to 8, got '", by_place, "'");
-    if (runs.empty() || runs.back().bits != bits) runs.push_back({int64_t(at), 0, bits});
-    ++runs.back().count;
+  const auto check_form = [&](bool holds) {
+    if (!holds) fail(op, "by_place must be like '8 2x15', of widths from 1 to 8, got '", by_place, "'");
+  };
+  const char* at = by_place.data();
+  const char* const end = at + by_place.size();
+  while (at < end) {
+    const int bits = *at++ - '0';
+    check_form(1 <= bits && bits <= 8);
+    int64_t count = 1;
+    if (at < end && *at == 'x') {
+      const auto [behind, error] = std::from_chars(at + 1, end, count);
+      check_form(error == std::errc() && count > 0);
+      at = behind;
+    }
+    check_form(at == end || (*at == ' ' && at + 1 < end));
+    at += at < end;
+    runs.push_back({count_places(runs), count, bits});
   }
-  const int64_t row = int64_t(by_place.size()) * group_size;
-  check(row == 0 || numel % row == 0, op, "by_place must be for whole rows, got ", by_place.size(), " groups of ",
+  const int64_t row = count_places(runs) * group_size;
+  check(row == 0 || numel % row == 0, op, "by_place must be for whole rows, got ", count_places(runs), " groups of ",
         group_size, " for ", numel, " elements");
   return runs;
 }
@@ -160,12 +175,12 @@ Codec of_run(Codec codec, const Run& run, size_t index) {
   return codec;
 }
 
-// The bytes of a float tensor's blob: of `places` groups in a row, where there are runs of these.
-int64_t runs_nbytes(const Codec& codec, ScalarType dtype, int64_t numel, const std::vector<Run>& runs, int64_t places) {
+// The bytes of a float tensor's blob, without a mask.
+int64_t runs_nbytes(const Codec& codec, ScalarType dtype, int64_t numel, const std::vector<Run>& runs) {
   if (runs.empty()) return lay_out(codec, dtype, numel, nullptr).nbytes;
   int64_t nbytes = 0;
   for (const Run& run : runs) {
-    nbytes += lay_out(of_run(codec, run, 0), dtype, numel / places * run.count, nullptr).nbytes;
+    nbytes += lay_out(of_run(codec, run, 0), dtype, numel / count_places(runs) * run.count, nullptr).nbytes;
   }
   return nbytes;
 }
@@ -257,6 +272,10 @@ struct Cuda {
     cuda::decompress(blob, codec, values, stream);
   }
   void decompress_columns(const Blob& blob, const Codec& codec, Tensor& values, int64_t first, int64_t length) const {
+    if (values.size(0) == 1) {
+      decompress(blob, codec, bytes_of(values) + first * item_size(values.scalar_type()));
+      return;
+    }
     const std::array<int64_t, 2> size = {values.size(0), length};
     const Tensor decoded = empty(size, values.scalar_type(), values);
     decompress(blob, codec, decoded.mutable_data_ptr());
@@ -300,10 +319,10 @@ Tensor compress_integers(const Device& device, const Tensor& x, int64_t bits) {
 
 template <class Device>
 void compress_runs(const Device& device, const Tensor& x, const Codec& codec, const std::vector<Run>& runs,
-                   int64_t places, uint8_t* data) {
+                   uint8_t* data) {
   const Tensor source = as_contiguous(x);
   const int itemsize = item_size(x.scalar_type());
-  const int64_t row = places * codec.group_size, rows = x.numel() / row;
+  const int64_t row = count_places(runs) * codec.group_size, rows = x.numel() / row;
   const auto* from = static_cast<const uint8_t*>(source.const_data_ptr());
   for (size_t index = 0; index < runs.size(); ++index) {
     const Run& run = runs[index];
@@ -346,11 +365,11 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
     mask_integers.numel = mask->numel();
   }
   const std::vector<Run> runs = to_runs("compress", by_place, numel, group_size);
-  const int64_t float_nbytes = runs_nbytes(codec, dtype, numel, runs, int64_t(by_place.size()));
+  const int64_t float_nbytes = runs_nbytes(codec, dtype, numel, runs);
   Tensor blob = empty_bytes(float_nbytes + packed_nbytes(mask_integers), x);
   uint8_t* data = bytes_of(blob);
   if (numel && !runs.empty()) {
-    compress_runs(device, x, codec, runs, int64_t(by_place.size()), data);
+    compress_runs(device, x, codec, runs, data);
   } else if (numel) {
     Tensor source = x;
     std::optional<Strided> values = to_strided(source);
@@ -366,8 +385,9 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
 
 template <class Device>
 void decompress_runs(const Device& device, uint8_t* data, const Codec& codec, const std::vector<Run>& runs,
-                     int64_t places, Tensor& result) {
-  const std::array<int64_t, 2> size = {result.numel() / (places * codec.group_size), places * codec.group_size};
+                     Tensor& result) {
+  const int64_t row = count_places(runs) * codec.group_size;
+  const std::array<int64_t, 2> size = {result.numel() / row, row};
   Tensor matrix = torch::stable::view(result, size);
   for (size_t index = 0; index < runs.size(); ++index) {
     const Codec of = of_run(codec, runs[index], index);
@@ -407,12 +427,11 @@ Tensor decompress(const Tensor& blob, IntHeaderOnlyArrayRef size, ScalarType dty
     return result;
   }
   const Codec codec = to_codec("decompress", dtype, bits, group_size, seed, rounding);
-  const auto places = int64_t(by_place.size());
   const std::vector<Run> runs = to_runs("decompress", by_place, numel, group_size);
-  check_nbytes(runs_nbytes(codec, dtype, numel, runs, places));
+  check_nbytes(runs_nbytes(codec, dtype, numel, runs));
   Tensor result = empty(size, dtype, blob);
   if (numel && !runs.empty()) {
-    decompress_runs(device, data, codec, runs, places, result);
+    decompress_runs(device, data, codec, runs, result);
   } else if (numel) {
     device.decompress(lay_out(codec, dtype, numel, data).blob, codec, result.mutable_data_ptr());
   }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from gact_fx.codec.by_place import mean_bits
+from gact_fx.codec.by_place import count_places, runs_of, written
 from gact_fx.codec.code import WIDTHS, step_variance
 
 # Pieces of a row with one width each.
@@ -26,6 +26,8 @@ MOST_ROWS, MOST_BLOCKS = 8, 512
 FLOOR = 1e-2
 # How many blocks, and the mean of their weights.
 Piece = tuple[int, float]
+# Bits, and how many blocks have them.
+Width = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,11 @@ class Places:
     def block_size(self) -> int:
         return -(-self.count // MOST_BLOCKS)
 
-    def spread(self, digits: str) -> str:
-        """A digit for every place, of ``digits`` for every block."""
-        return "".join(digit * self.block_size for digit in digits)[: self.count]
+    def written(self, widths: Sequence[Width]) -> str:
+        """``widths``, which are given by blocks, as codes have them."""
+        missing = self.block_size * sum(count for _, count in widths) - self.count
+        places = [(bits, self.block_size * count) for bits, count in widths]
+        return written([*places[:-1], (places[-1][0], places[-1][1] - missing)])
 
 
 @dataclass(frozen=True)
@@ -71,21 +75,23 @@ def list_patterns(places: Places, least: int = 1) -> Sequence[Pattern]:
     ]
     both = [sum(pair) / 2 for pair in zip(*halves, strict=True)]
     total = sum(both)
-    if not 0 < total < math.inf:
+    # Rows that count for nothing, such as those that a loss leaves out, tell no places apart.
+    if not all(0 < sum(half) < math.inf for half in halves):
         return []
     pieces = [_pieces(found) for found in (both, *halves)]
     patterns: list[Pattern] = []
     for price in _prices(least):
         chosen, *of_halves = (_widths(found, price * total / len(both), least) for found in pieces)
-        by_place = places.spread(chosen)
-        if len(set(chosen)) < 2 or (patterns and patterns[-1].by_place == by_place):
+        by_place = places.written(chosen)
+        if len({bits for bits, _ in chosen}) < 2 or (patterns and patterns[-1].by_place == by_place):
             continue
         shares = dict.fromkeys(range(least, WIDTHS[-1] + 1), 0.0)
         # The pattern of either half on the other one, with what it has in bits more than the one of both.
-        for digits, judge in zip(of_halves, reversed(halves), strict=True):
-            excess = 4.0 ** (mean_bits(digits) - mean_bits(chosen))
-            for digit, weight in zip(digits, judge, strict=True):
-                shares[int(digit)] += excess * weight / (2 * total)
+        for widths, judge in zip(of_halves, reversed(halves), strict=True):
+            excess, first = 4.0 ** (_mean(widths) - _mean(chosen)), 0
+            for bits, count in widths:
+                shares[bits] += excess * sum(judge[first : first + count]) / (2 * total)
+                first += count
         patterns.append(Pattern(by_place, shares))
     return patterns
 
@@ -96,19 +102,24 @@ def shares_by_width(places: Places, by_place: str) -> dict[int, float] | None:
     Of a pattern that was chosen on these very rows it is as the pattern was judged.
     """
     total = sum(map(sum, places.rows))
-    if not 0 < total < math.inf or places.count != len(by_place):
+    if not 0 < total < math.inf or places.count != count_places(by_place):
         return None
-    for least in range(1, int(min(by_place)) + 1):
+    for least in range(1, min(run.bits for run in runs_of(by_place)) + 1):
         for pattern in list_patterns(places, least):
             if pattern.by_place == by_place:
                 return pattern.shares
-    shares = dict.fromkeys(map(int, by_place), 0.0)
+    shares = {run.bits: 0.0 for run in runs_of(by_place)}
     size = places.block_size
     for block, weights in enumerate(zip(*places.rows, strict=True)):
-        digits = by_place[block * size : (block + 1) * size]
-        for digit in digits:
-            shares[int(digit)] += sum(weights) / total / len(digits)
+        start, end = block * size, min((block + 1) * size, places.count)
+        for run in runs_of(by_place):
+            inside = min(end, run.first + run.count) - max(start, run.first)
+            shares[run.bits] += max(inside, 0) / (end - start) * sum(weights) / total
     return shares
+
+
+def _mean(widths: Sequence[Width]) -> float:
+    return sum(bits * count for bits, count in widths) / sum(count for _, count in widths)
 
 
 def _prices(least: int) -> list[float]:
@@ -118,15 +129,15 @@ def _prices(least: int) -> list[float]:
     return sorted([*gains, *between], reverse=True)
 
 
-def _widths(pieces: Sequence[Piece], price: float, least: int) -> str:
-    """A digit for every block."""
+def _widths(pieces: Sequence[Piece], price: float, least: int) -> list[Width]:
+    """The best width of every piece."""
     floor = FLOOR * sum(count * weight for count, weight in pieces) / sum(count for count, _ in pieces)
-    digits = []
+    widths = []
     for count, weight in pieces:
         counted = max(weight, floor)
         best = min(range(least, WIDTHS[-1] + 1), key=lambda bits: counted * step_variance(bits) + price * bits)
-        digits.append(str(best) * count)
-    return "".join(digits)
+        widths.append((best, count))
+    return widths
 
 
 def _pieces(weights: Sequence[float]) -> list[Piece]:

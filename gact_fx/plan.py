@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gact_fx.codec.by_place import shortened, spelled_out
+from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
 from gact_fx.errors import UsageError
@@ -42,21 +42,22 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.code is not None:
             check_rounding("Plan", self.code.rounding, self.code.bits)
+            runs_of(self.code.by_place)
 
     @property
-    def bits(self) -> int | None:
-        """Width of the code, None where kept exact."""
-        return None if self.code is None else self.code.bits
+    def bits(self) -> float | None:
+        """Width of the code, in the mean over places; None where kept exact."""
+        return None if self.code is None else self.code.mean_bits
 
     def fits(self, tensor: SavedTensor) -> bool:
         """Whether the rows of ``tensor`` have as many groups as the code has widths by place, where it has some."""
         code = self.code
-        return code is None or not code.by_place or tensor.row_numel == len(code.by_place) * code.group_size
+        return code is None or not code.by_place or tensor.row_numel == count_places(code.by_place) * code.group_size
 
     def of_one_width(self) -> "TensorPlan":
-        """The entry with the mean of its widths by place in all places."""
+        """The entry with the mean of its widths by place, rounded down, in all places."""
         assert self.code is not None
-        code = replace(self.code, bits=round(self.code.mean_bits), by_place="")
+        code = replace(self.code, bits=math.floor(self.code.mean_bits), by_place="")
         return replace(self, code=code, reason="one width, since its widths by place are for rows of another length")
 
     def reseeded(self, seed: int, graph: str) -> "TensorPlan":
@@ -66,8 +67,7 @@ class TensorPlan:
 
     def to_data(self) -> dict[str, Any]:
         """The entry as it is saved."""
-        code = asdict(self.code if self.code is not None else Code(0)) | {"bits": self.bits}
-        code["by_place"] = shortened(code["by_place"])
+        code = asdict(self.code) if self.code is not None else asdict(Code(0)) | {"bits": None}
         return {
             "key": self.key, **code,
             "sensitivity": self.sensitivity, "merged": self.merged, "stored": self.stored, "excess": self.excess,
@@ -77,8 +77,7 @@ class TensorPlan:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
-        by_place = spelled_out(data.get("by_place", ""))
-        code = Code(data["bits"], data["rounding"], data["group_size"], data["seed"], by_place)
+        code = Code(data["bits"], data["rounding"], data["group_size"], data["seed"], data.get("by_place", ""))
         stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0), data.get("reason", "")
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 

@@ -28,10 +28,10 @@ def expose_decisions(pair: GraphPair, context: Context) -> None:
     graph = pair.backward.graph
     tangents = pair.tangents()
     depends = dependents(graph, lambda node: node.name in tangents)
-    attention = {node for node in graph.nodes if node.name in context.attention}
+    # Attention that is computed again has none (`find_attention`), and is known by its nodes' names.
+    without = depends | {node for node in graph.nodes if node.name in context.attention}
     for node in list(graph.nodes):
-        # Attention that is computed again has none (`find_attention`), and is known by its nodes' names.
-        if node.op == "call_function" and node not in depends | attention and _is_real(node):
+        if node.op == "call_function" and node not in without and _is_real(node):
             spell = _SPELLINGS.get(node.target)
             if spell is not None:
                 write = partial(_write, graph, f"{node.name}_spelled")

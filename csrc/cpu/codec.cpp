@@ -47,7 +47,7 @@ void compress(const Strided& values, const Codec& codec, const Blob& blob) {
              [&](int64_t begin, int64_t end) { kernels().compress(values, codec, blob, begin, end); });
 }
 
-void decompress(const Blob& blob, const Codec& codec, const Rows& values) {
+void decompress(const Blob& blob, const Codec& codec, const SpacedRows& values) {
   const int64_t per_row = (values.length + codec.group_size - 1) / codec.group_size;
   for_groups(blob.numel, codec.group_size, [&](int64_t begin, int64_t end) {
     while (begin < end) {

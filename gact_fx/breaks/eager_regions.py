@@ -47,7 +47,7 @@ class EagerRegions:
     def __init__(
         self, bits: int, seed: int, min_elements: int, owned: Callable[[], Iterable[torch.Tensor]] = lambda: ()
     ) -> None:
-        self._bits = bits
+        self.bits = bits
         self._seed = seed
         self._min_elements = min_elements
         self._owned = owned
@@ -227,9 +227,9 @@ class EagerRegions:
             elif use.treatment is Treatment.SIGN:
                 code = pack_in(~(x <= 0), MASK_CODE)
             elif use.treatment is Treatment.EXPONENTIAL:
-                code = pack_in(x.exp(), Code(self._bits, seed=seed))
+                code = pack_in(x.exp(), Code(self.bits, seed=seed))
             else:
-                code = pack_in(x, Code(self._bits, rounding, seed=seed))
+                code = pack_in(x, Code(self.bits, rounding, seed=seed))
             call.codes[key] = StorageWeakRef(x.untyped_storage()), weakref.ref(code)
         held.value = code
 

@@ -1,11 +1,12 @@
 """Widths by place: the groups of a row, one behind the other, have codes of different widths, the same in every row.
 
-They are written as a digit for every group of a row, "8442" for rows of four groups. A blob has the groups of a run of
-equal digits, of all rows, as a blob of their own; run by run.
+They are written run by run: "8 4x2 2" for rows of four groups, of which the first has 8 bits, the next two 4, and the
+last 2. A blob has the groups of a run, of all rows, as a blob of their own; run after run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 from gact_fx.errors import UsageError
@@ -20,43 +21,48 @@ class Run:
     bits: int
 
 
-def runs_of(by_place: str) -> Iterator[Run]:
-    """The runs of equal digits, in order."""
-    first = 0
-    for digit, same in groupby(by_place):
-        count = len(list(same))
-        yield Run(first, count, int(digit))
-        first += count
-
-
-def shortened(by_place: str) -> str:
-    """The digits as plans are saved with them: ``"8442"`` is ``"8 4x2 2"``."""
-    return " ".join(f"{run.bits}x{run.count}" if run.count > 1 else str(run.bits) for run in runs_of(by_place))
-
-
-def spelled_out(short: str) -> str:
-    """The digits of what `shortened` gave.
+@lru_cache(maxsize=4096)
+def runs_of(by_place: str) -> tuple[Run, ...]:
+    """The runs, in order.
 
     Raises:
-        UsageError: it is nothing that `shortened` gives.
+        UsageError: ``by_place`` is not written as above.
     """
-    digits = []
-    for part in short.split():
+    runs: list[Run] = []
+    for part in by_place.split(" ") if by_place else ():
         digit, times, count = part.partition("x")
-        if digit not in list("12345678") or (times and not count.isdecimal()):
-            raise UsageError(f"gact_fx.Plan: widths by place must be like '8 4x2', got {short!r}")
-        digits.append(digit * int(count or 1))
-    return "".join(digits)
+        is_count = count.isascii() and count.isdecimal() and int(count) > 0
+        if digit not in list("12345678") or (times and not is_count):
+            raise UsageError(f"gact_fx: by_place must be like '8 2x15', of widths from 1 to 8, got {by_place!r}")
+        first = runs[-1].first + runs[-1].count if runs else 0
+        runs.append(Run(first, int(count or 1), int(digit)))
+    return tuple(runs)
 
 
-def picture(by_place: str, most: int = 24) -> str:
-    """A block for each place, as high as its codes are wide; of more than ``most`` places one for several."""
-    blocks = min(len(by_place), most)
-    ends = [len(by_place) * at // blocks for at in range(blocks + 1)] if blocks else []
-    parts = (by_place[start:end] for start, end in pairwise(ends))
-    return "".join("▁▂▃▄▅▆▇█"[round(mean_bits(part)) - 1] for part in parts)
+def written(widths: Iterable[tuple[int, int]]) -> str:
+    """How widths are written, which are given as bits and the number of groups that have them."""
+    merged = [(bits, sum(count for _, count in same)) for bits, same in groupby(widths, key=lambda pair: pair[0])]
+    return " ".join(f"{bits}x{count}" if count > 1 else str(bits) for bits, count in merged)
+
+
+def count_places(by_place: str) -> int:
+    """The number of groups in a row."""
+    return sum(run.count for run in runs_of(by_place))
 
 
 def mean_bits(by_place: str) -> float:
     """The mean of the widths."""
-    return sum(map(int, by_place)) / len(by_place)
+    return sum(run.bits * run.count for run in runs_of(by_place)) / count_places(by_place)
+
+
+def picture(by_place: str, most: int = 24) -> str:
+    """A block for each place, as high as its codes are wide; of more than ``most`` places one for several."""
+    places = count_places(by_place)
+    ends = [places * at // min(places, most) for at in range(min(places, most) + 1)] if places else []
+    heights = []
+    for start, end in pairwise(ends):
+        inside = [
+            run.bits * max(min(end, run.first + run.count) - max(start, run.first), 0) for run in runs_of(by_place)
+        ]
+        heights.append(round(sum(inside) / (end - start)))
+    return "".join("▁▂▃▄▅▆▇█"[height - 1] for height in heights)

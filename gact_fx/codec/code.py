@@ -17,8 +17,8 @@ WIDTHS = tuple(range(1, 9))
 class Code:
     """The width of a code in bits, its rounding, how many elements share a minimum and a step, and the noise's seed.
 
-    ``by_place``: the widths of the groups of a row, a digit for each, the least of which is ``bits``; '' where all
-    groups have ``bits``. Everything but the bits is without meaning for masks and integers, which are packed exactly.
+    ``by_place``: the widths of the groups of a row, as "8 2x15", the least of which is ``bits``; '' where all groups
+    have ``bits``. Everything but the bits is without meaning for masks and integers, which are packed exactly.
     `compress` of `gact_fx.ops` says more.
     """
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gact_fx.codec.by_place import runs_of
+from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.errors import UsageError
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,7 +60,7 @@ def blob_nbytes(
     if dtype in INTEGER_DTYPES:
         return integers_nbytes(numel, 1 if dtype == torch.bool else bits)
     if by_place:
-        rows = numel // (len(by_place) * group_size)
+        rows = numel // (count_places(by_place) * group_size)
         runs = (blob_nbytes(rows * run.count * group_size, dtype, run.bits, group_size) for run in runs_of(by_place))
         return sum(runs) + integers_nbytes(mask_numel)
     per_group = group_size * bits // 8 + metadata_nbytes(dtype, bits)
@@ -91,12 +91,10 @@ def _check_codes(
     if not 32 <= group_size <= 1024 or group_size & (group_size - 1):
         raise UsageError(f"gact_fx.{op}: group_size must be a power of two in [32, 1024], got {group_size}")
     check_rounding(op, rounding, bits)
-    if not set(by_place) <= set("12345678"):
-        raise UsageError(f"gact_fx.{op}: by_place must have digits from 1 to 8, got {by_place!r}")
-    if by_place and numel % (len(by_place) * group_size):
+    places = count_places(by_place)
+    if by_place and numel % (places * group_size):
         raise UsageError(
-            f"gact_fx.{op}: by_place must be for whole rows, got {len(by_place)} groups of {group_size} for {numel} "
-            "elements"
+            f"gact_fx.{op}: by_place must be for whole rows, got {places} groups of {group_size} for {numel} elements"
         )
 
 

@@ -138,8 +138,8 @@ def compress(
         rounding: ``"stochastic"``, of variance step^2 p (1 - p) for a value that lies p steps above a code;
             ``"dither"``, subtractive dither, of variance step^2 / 12 for every value but those of constant groups, not
             for 16 bits; or ``"nearest"``, biased, for debugging. Ignored for integers.
-        by_place: widths of the groups of a row, a digit from 1 to 8 for each, in place of ``bits``; every so many
-            groups are a row, of which ``x`` has a whole number. '' for one width.
+        by_place: widths of the groups of a row in place of ``bits``, such as "8 2x15" for rows of 16 groups, of which
+            the first has 8 bits; ``x`` has a whole number of rows. '' for one width.
 
     Returns:
         1-D uint8 tensor of `gact_fx.codec.layout.blob_nbytes` elements.

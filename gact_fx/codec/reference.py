@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gact_fx.codec import arithmetic, packing
-from gact_fx.codec.by_place import runs_of
+from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import (
     BFLOAT16_BITS,
@@ -151,7 +151,7 @@ def _compress_runs(
     by_place: str,
 ) -> Tensor:
     """The blobs of the runs, each with a seed of its own, and that of the mask."""
-    rows = x.reshape(-1, len(by_place), group_size)
+    rows = x.reshape(-1, count_places(by_place), group_size)
     parts = [
         compress(rows[:, run.first : run.first + run.count], run.bits, group_size, seed + at, None, rounding)
         for at, run in enumerate(runs_of(by_place))
@@ -169,7 +169,7 @@ def _decompress_runs(
     rounding: str,
     by_place: str,
 ) -> Tensor:
-    rows = math.prod(size) // (len(by_place) * group_size)
+    rows = math.prod(size) // (count_places(by_place) * group_size)
     parts, start = [], 0
     for at, run in enumerate(runs_of(by_place)):
         end = start + blob_nbytes(rows * run.count * group_size, dtype, run.bits, group_size)

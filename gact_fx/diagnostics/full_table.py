@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from gact_fx.codec.by_place import picture, spelled_out
+from gact_fx.codec.by_place import picture
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.diagnostics.contents import Contents
 from gact_fx.diagnostics.gradient_error import table
@@ -30,7 +30,7 @@ def cells(row: Row, noise: float | None) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
     # bfloat16 codes have neither rounding to speak of nor groups.
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
-    code += f" {picture(spelled_out(row.by_place))}" if row.by_place else ""
+    code += f" {picture(row.by_place)}" if row.by_place else ""
     graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (
         graph, row.module, row.name, row.op, shape, row.dtype, row.encoding, bits, size(row.bytes_before),

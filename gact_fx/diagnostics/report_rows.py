@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 
 from gact_fx.breaks.forward_pass import EagerTensor
-from gact_fx.codec.by_place import shortened
 from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.diagnostics.noise import added_variance
 from gact_fx.passes.encodings import Drop, Encoding, Keep, Mask, Quantize
@@ -124,7 +123,7 @@ def _row(
         copies=copies,
         reason=_reason(held, tensor, how, entry, is_shared=bool(sizes[1]) and shares[1] == 0),
         variance=None if variance is None else runs * variance,
-        by_place=shortened(code.by_place) if code is not None else "",
+        by_place=code.by_place if code is not None else "",
     )
 
 

@@ -110,7 +110,7 @@ def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors], config: 
     """
     if plan.choices() == before.choices():
         return False
-    if plan.budget_bits != before.budget_bits or any(before.graph(g.fingerprint) is None for g in plan.graphs):
+    if any(before.graph(graph.fingerprint) is None for graph in plan.graphs):
         return True
     variance = before.variance_on({graph.fingerprint: graph.sensitivities for graph in graphs})
     if variance is None or plan.variance is None:
@@ -120,6 +120,9 @@ def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors], config: 
         return plan.variance < WORTHWHILE * variance
     if variance > config.max_gradient_noise * plan.minibatch_variance:
         return plan.variance < variance
+    if before.choices().keys() != plan.choices().keys():
+        # What was too small to be compressed may be large now.
+        return True
     return _held_nbytes(plan, graphs) < WORTHWHILE * _held_nbytes(before, graphs)
 
 

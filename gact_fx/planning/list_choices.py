@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gact_fx.codec.by_place import runs_of
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.encodings import Quantize
@@ -93,7 +94,7 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
             terms = [(share, added[bits]) for bits, share in pattern.shares.items() if share > 0]
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):
-                code = replace(like, bits=min(map(int, pattern.by_place)), by_place=pattern.by_place)
+                code = replace(like, bits=min(run.bits for run in runs_of(pattern.by_place)), by_place=pattern.by_place)
                 choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), math.fsum(known)))
     return choices
 

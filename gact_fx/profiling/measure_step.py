@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gact_fx.codec.operators import has_compiled_kernels
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.graphs.replay import Replay
 from gact_fx.profiling.measure_adjoint import Measured, measure_adjoint
@@ -50,7 +51,9 @@ def measure_step(
         results_by_graph = zip(steps, adjoint, unknown, tried, slow, empirical, strict=True)
         for step, measured, unclear, evaluated, opaque, slopes in results_by_graph:
             found = {}
-            row_numel = {tensor.name: tensor.row_numel for tensor in step.analysis.saved}
+            # Spelled out, every run of a code would be a codec of its own.
+            has_runs = config.fuse != "on" and all(map(has_compiled_kernels, _device_types(step)))
+            row_numel = {tensor.name: tensor.row_numel if has_runs else None for tensor in step.analysis.saved}
             for name, meter in measured.meters.items():
                 if name in evaluated:
                     meter.weigh_equally()
@@ -69,6 +72,10 @@ def measure_step(
                 progress(0 if is_opaque else 1)
             results.append(found)
     return results
+
+
+def _device_types(step: Step) -> set[str]:
+    return {value.device.type for value in step.arguments if isinstance(value, torch.Tensor)}
 
 
 def _unknown(measured: Measured) -> frozenset[str]:

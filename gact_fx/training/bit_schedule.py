@@ -39,3 +39,5 @@ class BitSchedule:
         self._step += 1
         if abs(bits - self._session.config.budget_bits) >= LEAST_CHANGE:
             self._session.set_budget(bits)
+        # A step that was to tell the sensitivities may have failed.
+        self._session.keep_budget()

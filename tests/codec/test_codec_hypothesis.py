@@ -9,6 +9,7 @@ from hypothesis import given
 
 from gact_fx import ops
 from gact_fx.codec import reference
+from gact_fx.codec.by_place import count_places, written
 from gact_fx.codec.layout import blob_nbytes, group_count
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -180,7 +181,7 @@ def test_flushing_subnormals_changes_nothing_in_16_bits(dtype: torch.dtype) -> N
     dtype=st.sampled_from(DTYPES),
     rounding=st.sampled_from(ROUNDINGS),
     rows=st.integers(0, 5),
-    by_place=st.text("12345678", min_size=1, max_size=9) | st.text("28", min_size=1, max_size=9),
+    widths=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 3)), min_size=1, max_size=4),
     has_mask=st.booleans(),
 )
 def test_widths_by_place_match_reference(
@@ -191,10 +192,11 @@ def test_widths_by_place_match_reference(
     dtype: torch.dtype,
     rounding: str,
     rows: int,
-    by_place: str,
+    widths: list[tuple[int, int]],
     has_mask: bool,
 ) -> None:
-    shape = (rows, len(by_place) * group_size)
+    by_place = written(widths)
+    shape = (rows, count_places(by_place) * group_size)
     x = relayout(fill(kind, math.prod(shape), dtype, seed % 1000).view(shape), layout)
     mask = torch.rand(shape) < 0.4 if has_mask else None
     check_against_reference(x, 1, group_size, seed, mask, rounding, by_place)
@@ -237,7 +239,7 @@ def test_kernel_matches_reference_everywhere(dtype: torch.dtype) -> None:
                     check_against_reference(x, bits, group_size, 7, torch.rand(7777) < 0.5, rounding)
                 if bits <= 8:
                     rows = x[: 2 * len(KINDS) * group_size]
-                    check_against_reference(rows, 1, group_size, 7, None, rounding, f"{bits}12{bits}")
+                    check_against_reference(rows, 1, group_size, 7, None, rounding, f"{bits} 1 2 {bits}")
 
 
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), dtype=st.sampled_from(INTEGERS), bits=st.integers(1, 16))

@@ -20,7 +20,7 @@ from torch import nn
 
 import gact_fx
 from gact_fx import ops
-from gact_fx.codec.by_place import runs_of
+from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.codec.code import Code
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.plan import tensor_seed
@@ -620,8 +620,8 @@ def slot_errors(call: tuple[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
     (x, *_), blob = call
     code, start = Code.of_compress(call[0]), 0
     assert x.numel() % code.group_size == 0
-    by_place = code.by_place or str(code.bits) * (x.numel() // code.group_size)
-    errors = torch.zeros(x.numel() // len(by_place) // code.group_size, len(by_place), code.group_size)
+    by_place = code.by_place or f"{code.bits}x{x.numel() // code.group_size}"
+    errors = torch.zeros(x.numel() // code.group_size, code.group_size).unflatten(0, (-1, count_places(by_place)))
     for at, run in enumerate(runs_of(by_place)):
         part = x.reshape(errors.shape)[:, run.first : run.first + run.count]
         of_run = Code(run.bits, code.rounding, code.group_size, code.seed + at)

@@ -303,7 +303,15 @@ def test_a_bound_on_noise_asks_for_more_bits_and_for_fewer() -> None:
                 assert not is_better(now, before, [tensors], config)
 
 
-def test_another_budget_is_another_plan() -> None:
+def test_a_plan_of_another_budget_that_nobody_asked_for_is_not_taken() -> None:
     tensors = graph(*[1.0] * 20)
     before, plan = (choose_plan([tensors], Config(budget_bits=bits, **OPTIONS), "m", None) for bits in (8.0, 4.0))
-    assert is_better(plan, before, [tensors], Config(budget_bits=4.0))
+    assert not is_better(plan, before, [tensors], Config(budget_bits=4.0))
+
+
+def test_under_a_bound_tensors_that_a_plan_does_not_know_ask_for_another_one() -> None:
+    tensors = graph(*[1.0] * 20)
+    plan = choose_plan([tensors], Config(max_gradient_noise=0.1, **OPTIONS), "m", 1.0)
+    known = replace(plan.graphs[0], tensors=plan.graphs[0].tensors[1:])
+    before = replace(plan, graphs=(known,), variance=0.0)
+    assert is_better(plan, before, [tensors], Config(max_gradient_noise=0.1))
