@@ -23,6 +23,7 @@ LAYERS = (
     ("passes", "breaks"),
     ("plan", "config", "ops"),
     ("records", "options"),
+    ("patterns",),
     ("codec",),
     ("graphs",),
     ("errors",),

@@ -47,7 +47,6 @@ class Session:
     ) -> None:
         # What messages call the model.
         self.title = title
-        # A schedule's first bits; `BitSchedule` gives the others.
         self.config = replace(config, budget_bits=bits_at(config.budget_bits, 0))
         self.model = model
         self.plan = plan
@@ -78,10 +77,9 @@ class Session:
         # Whether a step was measured that nobody has planned from, and whether that is for all ranks together to do.
         self._has_sample = False
         self._is_among_ranks = False
-        # What the present plan was made from; eager regions None: as in the latest step.
-        self._planned_from: tuple[dict[str, GraphProfile], EagerBytes | None] = {}, None
-        # Whether there is another budget than that of the present plan.
-        self._is_new_budget = False
+        # What the present plan was made from, and whether there is another budget by now (`BitSchedule`).
+        self.planned_from: tuple[dict[str, GraphProfile], EagerBytes | None] = {}, None
+        self.has_new_budget = False
 
     def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
@@ -261,10 +259,9 @@ class Session:
 
         What ``eager`` regions hold counts for the budget; None: those of this process.
         """
-        plan = self.choose(eager)
-        before, self._has_sample = self.plan, False
-        self._planned_from = self.profiles, eager
-        is_asked_for, self._is_new_budget = self._is_new_budget, False
+        plan, before, is_asked_for = self.choose(eager), self.plan, self.has_new_budget
+        self.planned_from = self.profiles, eager
+        self._has_sample = self.has_new_budget = False
         if before is not None and not is_asked_for and not is_better(plan, before, self._tensors(), self.config):
             self.plan = replace(before, minibatch_variance=plan.minibatch_variance)
             return False
@@ -272,27 +269,6 @@ class Session:
         self.plan_was_given = False
         self.adopt(plan)
         return True
-
-    def set_budget(self, bits: float) -> None:
-        """Have ``bits`` an element be the budget of the next plan, which `keep_budget` asks for."""
-        say(f"{self.title}: budget_bits={bits:g} from now on")
-        self.config, self._is_new_budget = replace(self.config, budget_bits=bits), True
-        if self.eager_regions is not None:
-            self.eager_regions.bits = self.config.eager_bits
-
-    def keep_budget(self) -> None:
-        """Plan for a budget that is new, from what the present plan was made from, or have the next step profiled.
-
-        Ranks that train together have made their plan from the same, and make the same one.
-        """
-        if not self._is_new_budget or self.lifecycle.state is not State.PLANNED:
-            return
-        self.profiles, eager = self._planned_from
-        if self.profiles:
-            self._is_new_budget = False
-            self.adopt(self.choose(eager))
-        else:
-            self.profile_next()
 
     def choose(self, eager: EagerBytes | None = None, *, warns: bool = True) -> Plan:
         """The plan that the profiles lead to."""
