@@ -1,6 +1,7 @@
 """Budgets of bits by training step."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_a_function_that_goes_wrong_is_told_with_the_step() -> None:
 
 
 def test_a_schedule_is_for_compile() -> None:
-    compiled = torch.compile(network(), backend="gact", options={"budget_bits": {0: 8, 5: 4}})
+    options: dict[str, Any] = {"budget_bits": {0: 8, 5: 4}}
+    compiled = torch.compile(network(), backend="gact", options=options)
     with pytest.raises(Exception, match="give a number of budget_bits, not a schedule"):
         compiled(torch.randn(64, 64))
     plan = gact_fx.inspect(gact_fx.compile(network(), budget_bits={0: 8, 5: 4}, inner="eager")).plan
