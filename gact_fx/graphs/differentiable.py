@@ -21,6 +21,20 @@ _SHAPE_ONLY = (
 )  # fmt: skip
 
 
+def _extreme(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """amax or amin with the derivative of one of the largest: theirs compares values, which may be kept rounded."""
+    x, dims, keepdim = (*args, *([], False)[len(args) - 1 :])
+    if kwargs or len(dims) != 1:
+        found: torch.Tensor = target(*args, **kwargs)
+        return found
+    extreme = torch.max if target is aten.amax.default else torch.min
+    return extreme(x, dims[0], keepdim).values
+
+
+aten = torch.ops.aten
+_EXTREMES: dict[Any, Any] = {aten.amax.default: _extreme, aten.amin.default: _extreme}
+
+
 class DifferentiableInterpreter(GraphInterpreter):
     """A `GraphInterpreter` that calls single nodes and checks their derivatives."""
 
@@ -34,7 +48,7 @@ class DifferentiableInterpreter(GraphInterpreter):
 
         ``doubtful``: compute the derivative of every operator to find out, not only of those known for refusing.
         """
-        run = getattr(self, node.op)
+        run = _EXTREMES.get(node.target, getattr(self, node.op))
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
             return run(node.target, args, kwargs), True
