@@ -23,7 +23,7 @@ _SHAPE_ONLY = (
 
 def _extreme(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """amax or amin with the derivative of one of the largest: theirs compares values, which may be kept rounded."""
-    x, dims, keepdim = (*args, *([], False)[len(args) - 1 :])
+    x, dims, keepdim = args[0], args[1] if len(args) > 1 else [], len(args) > 2 and args[2]
     if kwargs or len(dims) != 1:
         found: torch.Tensor = target(*args, **kwargs)
         return found
