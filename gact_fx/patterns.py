@@ -10,7 +10,7 @@ width: that leaves less to chance, and few runs of groups, each of which costs a
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -92,7 +92,7 @@ def list_patterns(places: Places, least: int = 1) -> Sequence[Pattern]:
             for bits, count in widths:
                 shares[bits] += excess * sum(judge[first : first + count]) / (2 * total)
                 first += count
-        patterns.append(Pattern(by_place, shares))
+        patterns.append(Pattern(by_place, _used(shares)))
     return patterns
 
 
@@ -113,9 +113,13 @@ def shares_by_width(places: Places, by_place: str) -> dict[int, float] | None:
     for block, weights in enumerate(zip(*places.rows, strict=True)):
         start, end = block * size, min((block + 1) * size, places.count)
         for run in runs_of(by_place):
-            inside = min(end, run.first + run.count) - max(start, run.first)
-            shares[run.bits] += max(inside, 0) / (end - start) * sum(weights) / total
-    return shares
+            shares[run.bits] += run.overlap(start, end) / (end - start) * sum(weights) / total
+    return _used(shares)
+
+
+def _used(shares: Mapping[int, float]) -> dict[int, float]:
+    """Without the widths that nothing has: what codes of them would add may be infinite."""
+    return {bits: share for bits, share in shares.items() if share > 0}
 
 
 def _mean(widths: Sequence[Width]) -> float:

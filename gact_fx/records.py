@@ -107,9 +107,7 @@ class Sensitivity:
 
     def variance_by_width(self, code: Code, shares: Mapping[int, float]) -> float | None:
         """What codes like ``code`` add, of several widths, each for a share of what equal ones would add."""
-        added = [
-            (share, self.variance(replace(code, bits=bits, by_place=""))) for bits, share in shares.items() if share
-        ]
+        added = [(share, self.variance(replace(code, bits=bits, by_place=""))) for bits, share in shares.items()]
         known = [share * variance for share, variance in added if variance is not None]
         return math.fsum(known) if len(known) == len(added) else None
 

@@ -20,6 +20,10 @@ class Run:
     count: int
     bits: int
 
+    def overlap(self, start: int, end: int) -> int:
+        """How many of the groups from ``start`` on, up to ``end``, it has."""
+        return max(min(end, self.first + self.count) - max(start, self.first), 0)
+
 
 @lru_cache(maxsize=4096)
 def runs_of(by_place: str) -> tuple[Run, ...]:
@@ -61,8 +65,6 @@ def picture(by_place: str, most: int = 24) -> str:
     ends = [places * at // min(places, most) for at in range(min(places, most) + 1)] if places else []
     heights = []
     for start, end in pairwise(ends):
-        inside = [
-            run.bits * max(min(end, run.first + run.count) - max(start, run.first), 0) for run in runs_of(by_place)
-        ]
-        heights.append(round(sum(inside) / (end - start)))
+        inside = sum(run.bits * run.overlap(start, end) for run in runs_of(by_place))
+        heights.append(round(inside / (end - start)))
     return "".join("▁▂▃▄▅▆▇█"[height - 1] for height in heights)

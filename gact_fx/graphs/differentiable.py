@@ -13,6 +13,7 @@ from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operators import name_of
 from gact_fx.graphs.trees import tree_leaves, tree_map
 
+aten = torch.ops.aten
 # Operators that take no more than the shape of a tensor (copy: of the one that is written to), and rightly have no
 # derivative by it.
 _SHAPE_ONLY = (
@@ -31,7 +32,6 @@ def _extreme(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     return extreme(x, dims[0], keepdim).values
 
 
-aten = torch.ops.aten
 _EXTREMES: dict[Any, Any] = {aten.amax.default: _extreme, aten.amin.default: _extreme}
 
 

@@ -91,7 +91,7 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
             continue
         added = {bits: _measured_variance(replace(like, bits=bits), measured, sensitivity) for bits in WIDTHS}
         for pattern in list_patterns(places, item.how.min_bits):
-            terms = [(share, added[bits]) for bits, share in pattern.shares.items() if share > 0]
+            terms = [(share, added[bits]) for bits, share in pattern.shares.items()]
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):
                 code = replace(like, bits=min(run.bits for run in runs_of(pattern.by_place)), by_place=pattern.by_place)

@@ -1,6 +1,7 @@
 """Widths by place in training: who gets them, what they gain, and what other batches get."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ def batch(rows: int, length: int = LENGTH) -> Batch:
     return torch.randn(rows, length, WIDTH), torch.randint(0, 5, (rows,))
 
 
-def planned(inner: str = "eager", **options: object) -> nn.Module:
+def planned(inner: str = "eager", **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = gact_fx.compile(First(), budget_bits=3, inner=inner, min_elements=256, **options)  # type: ignore[arg-type]
+    model = gact_fx.compile(First(), budget_bits=3, inner=inner, min_elements=256, **options)
     for _ in range(2):
         model(*batch(8)).backward()
     return model
@@ -60,7 +61,8 @@ def test_the_place_that_counts_gets_more_bits() -> None:
     assert rows
     for row in rows:
         widths = [run.bits for run in runs_of(row.by_place)]
-        assert count_places(row.by_place) * row.group_size == LENGTH * WIDTH  # type: ignore[operator]
+        assert row.group_size is not None
+        assert count_places(row.by_place) * row.group_size == LENGTH * WIDTH
         assert widths[0] == max(widths) > min(widths)
         assert row.bits == mean_bits(row.by_place)
 
