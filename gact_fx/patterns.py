@@ -136,12 +136,9 @@ def _prices(least: int) -> list[float]:
 def _widths(pieces: Sequence[Piece], price: float, least: int) -> list[Width]:
     """The best width of every piece."""
     floor = FLOOR * sum(count * weight for count, weight in pieces) / sum(count for count, _ in pieces)
-    widths = []
-    for count, weight in pieces:
-        counted = max(weight, floor)
-        best = min(range(least, WIDTHS[-1] + 1), key=lambda bits: counted * step_variance(bits) + price * bits)
-        widths.append((best, count))
-    return widths
+    # One more bit gains less the more there are.
+    gains = [step_variance(bits) - step_variance(bits + 1) for bits in range(least, WIDTHS[-1])]
+    return [(least + sum(max(weight, floor) * gain > price for gain in gains), count) for count, weight in pieces]
 
 
 def _pieces(weights: Sequence[float]) -> list[Piece]:
@@ -151,16 +148,17 @@ def _pieces(weights: Sequence[float]) -> list[Piece]:
     """
     floor = FLOOR * sum(weights) / len(weights)
     counts, sums = [1] * len(weights), [max(weight, floor) for weight in weights]
+    entropies = [math.log(total) for total in sums]
     behind, before = list(range(1, len(weights) + 1)), list(range(-1, len(weights) - 1))
     version = [0] * len(weights)
 
-    def entropy(count: int, total: float) -> float:
+    def joined(at: int, other: int) -> float:
+        count, total = counts[at] + counts[other], sums[at] + sums[other]
         return count * math.log(total / count)
 
     def loss(at: int) -> tuple[float, int, int, int]:
         other = behind[at]
-        joined = entropy(counts[at] + counts[other], sums[at] + sums[other])
-        lost = joined - entropy(counts[at], sums[at]) - entropy(counts[other], sums[other])
+        lost = joined(at, other) - entropies[at] - entropies[other]
         return lost, at, version[at], version[other]
 
     heap = [loss(at) for at in range(len(weights) - 1)]
@@ -171,6 +169,7 @@ def _pieces(weights: Sequence[float]) -> list[Piece]:
         other = behind[at]
         if not counts[at] or other == len(weights) or version[at] != mine or version[other] != others:
             continue
+        entropies[at] = joined(at, other)
         counts[at], sums[at] = counts[at] + counts[other], sums[at] + sums[other]
         counts[other], behind[at] = 0, behind[other]
         version[at], version[other], left = version[at] + 1, version[other] + 1, left - 1

@@ -13,6 +13,7 @@ from torch import fx
 
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
+from gact_fx.graphs.graph_text import graph_text
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.reads import Read
@@ -107,7 +108,7 @@ def run_passes(passes: Sequence[Pass], context: Context) -> Context:
 def _run(each: Pass, context: Context) -> Context:
     graphs = context.pair or context.joint
     keeps_text = context.keeps_text and bool(each.edits or each.gives == "pair")
-    # Only what edits changes the text; making one takes as long as a pass.
+    # Only what edits changes the text.
     before = next((stage.after for stage in reversed(context.stages) if stage.after), None)
     if keeps_text and before is None:
         before = _text(graphs)
@@ -142,4 +143,4 @@ def _modules(graphs: GraphPair | JointGraph | None) -> tuple[fx.GraphModule, ...
 
 
 def _text(graphs: GraphPair | JointGraph | None) -> tuple[str, ...]:
-    return tuple(module.print_readable(print_output=False) for module in _modules(graphs))
+    return tuple(graph_text(module.graph) for module in _modules(graphs))
