@@ -5,8 +5,8 @@ AOTAutograd traces to the pair that the inner compiler gets: first with every co
 plan. A pass is a file of this folder with a function of its name, and a line here. The other files serve the passes:
 
 - ``find_batched_products``, ``find_joins`` and ``is_cheap`` are analyses behind `mark_recomputation`;
-- ``find_refusals``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``, ``merge_masks`` and
-  ``bound_indices`` are analyses behind `decide_eligibility`;
+- ``find_refusals``, ``find_copies``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``,
+  ``merge_masks`` and ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``decode_again`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored, ``stored_memory`` says what that leads to in memory;

@@ -17,7 +17,7 @@ from gact_fx.graphs.edit import ancestors, is_float, numel
 from gact_fx.graphs.operators import name_of
 from gact_fx.graphs.sizes import SizeBuilder, hint, is_same
 from gact_fx.passes.bound_indices import bits_of, packable_range
-from gact_fx.passes.encodings import Alias, Drop, Encoding, Keep, Mask, Pack, Quantize
+from gact_fx.passes.encodings import Alias, Copy, Drop, Encoding, Keep, Mask, Pack, Quantize
 from gact_fx.passes.find_bends import (
     ORDER,
     Coefficients,
@@ -29,6 +29,7 @@ from gact_fx.passes.find_bends import (
     poles,
     straight_bases,
 )
+from gact_fx.passes.find_copies import find_copies
 from gact_fx.passes.find_masks import MaskAnalysis, derivable_nodes, find_masks, nodes_read
 from gact_fx.passes.find_readers import Readers, find_readers
 from gact_fx.passes.find_refusals import STATISTIC, find_refusals
@@ -78,6 +79,7 @@ class _Decisions:
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         masks, self._readers = self._settle(pair, saved, config)
+        self._copied = find_copies(pair, saved, self._reasons)
         self._derivable = derivable_nodes(pair)
         self.aliases = self._aliases(saved, masks)
         # What leads to nothing but what is stored itself is not stored.
@@ -102,7 +104,7 @@ class _Decisions:
     def _settle(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> tuple[MaskAnalysis, Readers]:
         """Refuse tensors until what is left can be compressed together."""
         while True:
-            _refuse_shared(saved, self._reasons)
+            _refuse_shared(saved, self._reasons, find_copies(pair, saved, self._reasons))
             exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
             masks = find_masks(pair, lossy, self._attention)
@@ -157,6 +159,8 @@ class _Decisions:
             order = memory_order(tensor.stride)
             return Pack(name, "integers of a known range, packed exactly", order, bits_of(found), modulus)
         if self._reasons[name]:
+            if name in self._copied:
+                return Copy(name, self._reasons[name], memory_order(tensor.stride))
             return Keep(name, self._reasons[name])
         if host is not None:
             return Alias(name, f"the same memory as {host}", host)
@@ -285,8 +289,8 @@ def _mask_numel(masks: MaskAnalysis, nodes: Mapping[str, fx.Node]) -> dict[str, 
     return total
 
 
-def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str]) -> None:
-    """A storage is freed only when every saved tensor in it is compressed."""
-    kept = {t.storage: t.name for t in saved if reasons[t.name] and t.dtype is not None}
+def _refuse_shared(saved: tuple[SavedTensor, ...], reasons: dict[str, str], copied: frozenset[str]) -> None:
+    """A storage is freed only when every saved tensor in it is compressed or ``copied``."""
+    kept = {t.storage: t.name for t in saved if reasons[t.name] and t.dtype is not None and t.name not in copied}
     blocked = (t for t in saved if not reasons[t.name] and t.storage in kept)
     reasons.update({t.name: f"shares its memory with {kept[t.storage]}, which is kept" for t in blocked})

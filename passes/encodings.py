@@ -54,8 +54,22 @@ class Keep(Encoding):
 
     label = "keep"
 
-    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> None:
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int | None:
         return None
+
+
+@dataclass(frozen=True)
+class Copy(Keep):
+    """A copy of the tensor, its dimensions in their ``order``: the memory that it lies in is much larger."""
+
+    order: tuple[int, ...]
+
+    def nbytes(self, tensor: SavedTensor, entry: TensorPlan | None) -> int:
+        return tensor.nbytes
+
+    def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
+        forward.save(value, forward.copied(value.source, self.order))
+        return ()
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,7 @@ class Pack(Encoding):
         code = Code(self.width)
         integers = forward.in_order(value.source, self.order)
         if self.modulus is not None:
-            remainder = torch.ops.aten.remainder.Scalar
-            integers = forward.add(remainder, (integers, self.modulus), f"{value.name}_positive")
+            integers = forward.add(torch.ops.aten.remainder.Scalar, (integers, self.modulus), f"{value.name}_positive")
         forward.save(value, forward.compress(integers, code, value.name))
         return (ValueRead(value, self.order, code),)
 
@@ -133,9 +146,8 @@ class Mask(Encoding):
     def write(self, value: SavedValue, entry: TensorPlan | None, forward: ForwardEditor) -> tuple[Read, ...]:
         mask = forward.packed_masks(self.name, self.masks, self.order) or forward.as_bytes(value.source, self.order)
         forward.save(value, forward.compress(mask, MASK_CODE, value.name))
-        if self.masks:
-            return (MaskRead(value, self.masks, self.order),)
-        return (ValueRead(value, self.order, MASK_CODE),)
+        read = MaskRead(value, self.masks, self.order) if self.masks else ValueRead(value, self.order, MASK_CODE)
+        return (read,)
 
 
 @dataclass(frozen=True)
@@ -205,9 +217,7 @@ class Quantize(Encoding):
 
     def freed(self, stored: str) -> frozenset[str]:
         """The kept tensors that nobody reads where the plan has ``stored`` this (`TensorPlan`)."""
-        if stored != "coefficients" or self.coefficients is None:
-            return frozenset()
-        return frozenset(self.coefficients.frees)
+        return frozenset(self.coefficients.frees if stored == "coefficients" and self.coefficients else ())
 
     def statistics_nbytes(self, stored: str) -> int:
         """Bytes of the ``statistics`` that are needed beside what is ``stored``."""
@@ -232,8 +242,7 @@ class Quantize(Encoding):
         if entry.code is None:
             return None
         if entry.stored == "values":
-            masks = self.mask_numel - (tensor.numel if entry.merged else 0)
-            return entry.code.nbytes(tensor.numel, tensor.dtype, masks)
+            return entry.code.nbytes(tensor.numel, tensor.dtype, self.mask_numel - entry.merged * tensor.numel)
         assert self.coefficients is not None
         of = self.coefficients if entry.stored == "coefficients" else tensor
         assert of.dtype is not None

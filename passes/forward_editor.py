@@ -93,6 +93,15 @@ class ForwardEditor:
             return node
         return self.add(aten.permute.default, (node, list(order)), f"{node.name}_dense")
 
+    def copied(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """A copy of ``node`` without gaps, with the dimensions in memory ``order``."""
+        dense = self.in_order(node, order)
+        copy = self.add(aten.clone.default, (dense,), f"{node.name}_copy", memory_format=torch.contiguous_format)
+        if dense is node:
+            return copy
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return self.add(aten.permute.default, (copy, inverse), f"{node.name}_restored")
+
     def as_bytes(self, mask: fx.Node, order: Sequence[int]) -> fx.Node:
         """A boolean node as bytes, computed in memory order.
 
