@@ -4,6 +4,7 @@ Private, tried with torch 2.11 and 2.13: the names of autograd's nodes that stan
 ("NotImplemented", "NotSupported", "GeneratedBackwardFor"; public would be a way to ask an operator whether it has one).
 """
 
+from operator import getitem
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ class DifferentiableInterpreter(GraphInterpreter):
         except RuntimeError:
             # Some operators already refuse arguments that require a gradient; any other error comes again.
             return run(node.target, *tree_map(_detached, (args, kwargs))), False
-        if node.op == "call_function" and _ends_derivative(node, inputs, result, doubtful):
+        is_exact = node.target is getitem or str(node.target) in self._calls
+        if node.op == "call_function" and _ends_derivative(node, inputs, result, doubtful, is_exact):
             return tree_map(_detached, result), False
         return result, True
 
@@ -71,12 +73,19 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def _ends_derivative(node: fx.Node, inputs: list[torch.Tensor], result: Any, doubtful: bool) -> bool:
-    """Whether autograd cannot go through what was called, or would silently stop there."""
+def _ends_derivative(
+    node: fx.Node, inputs: list[torch.Tensor], result: Any, doubtful: bool, is_exact: bool
+) -> bool:
+    """Whether autograd cannot go through what was called, or would silently stop there.
+
+    ``is_exact``: a result without a derivative does depend on none of the ``inputs``, as where other operators were
+    called in the node's place.
+    """
     values = [x for x in tree_leaves(result) if has_derivative(x)]
     if any(x.grad_fn is not None and _refuses(x, inputs, doubtful) for x in values):
         return True
-    return any(not x.requires_grad for x in values) and name_of(node.target) not in _SHAPE_ONLY
+    stops = not is_exact and any(not x.requires_grad for x in values)
+    return stops and name_of(node.target) not in _SHAPE_ONLY
 
 
 def _refuses(result: torch.Tensor, inputs: list[torch.Tensor], doubtful: bool) -> bool:

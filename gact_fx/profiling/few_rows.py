@@ -66,7 +66,7 @@ class FewRows:
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
         least = max(FEWEST, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
         # Statistics of a batch norm may want more.
-        counts = (count for count in (least, 2 * least) if 2 * count <= rows)
+        counts = (count for count in (least, math.ceil(1.5 * least), 2 * least) if 2 * count <= rows)
         few = next((count for count in counts if not are_tied(pair.forward.graph, symbol, count / rows)), None)
         if few is None:
             return None

@@ -155,19 +155,19 @@ class _Weighed:
         count = min(len(blocks), _MAX_BLOCKS)
         self._sampled = torch.linspace(0, len(blocks) - 1, count, device=flat.device).long()
         self._block_values = self._block_lows = self._block_highs = blocks[self._sampled]
-        self._block_passes = torch.ones_like(self._block_values)
+        self._block_passes = torch.ones_like(self._block_values, dtype=torch.bool)
         if stopped is None:
             self._low, self._high = whole.amin(1), whole.amax(1)
-            self._passes = torch.full_like(self._low, _CELL)
+            self._passes = torch.full((), _CELL, device=flat.device).expand(self._low.shape)
         else:
             out = _padded(stopped, torch.ones((), dtype=torch.bool, device=flat.device)).view(-1, _CELL)
             self._low = whole.masked_fill(out, math.inf).amin(1)
             self._high = whole.masked_fill(out, -math.inf).amax(1)
-            self._passes = _CELL - out.sum(1, dtype=flat.dtype)
+            self._passes = _CELL - out.sum(1, dtype=torch.uint8)
             outside = out.view(-1, _BLOCK)[self._sampled]
             self._block_lows = self._block_values.masked_fill(outside, math.inf)
             self._block_highs = self._block_values.masked_fill(outside, -math.inf)
-            self._block_passes.masked_fill_(outside, 0)
+            self._block_passes = ~outside
         self._numel = flat.numel()
         self._weights = torch.zeros_like(self._low)
         self._block_weights = torch.zeros_like(self._block_values)

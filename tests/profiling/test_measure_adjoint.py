@@ -368,3 +368,21 @@ def test_a_linear_layer_in_closed_form() -> None:
     variances = meter.result((256,)).variances
     for bits in (1, 4, 8):
         assert variances[Code(bits, "dither", 256)] == pytest.approx(spread / 12 / (2**bits - 1) ** 2, rel=0.01)
+
+
+class LastNorm(nn.Module):
+    """A batch norm whose bias has a gradient in which none of the saved tensors is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.norm(self.conv(x)).relu().mean((2, 3))[:, :3].logsumexp(1).sum()
+        return loss
+
+
+@pytest.mark.parametrize("probes", [1, 2])
+def test_a_result_of_no_saved_tensor_stops_nothing(probes: int) -> None:
+    ((meters, opaque),) = measured(record(LastNorm(), torch.randn(4, 3, 16, 16)), probes=probes)
+    assert meters and not opaque
