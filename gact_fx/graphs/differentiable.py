@@ -73,9 +73,7 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, torch.Tensor) else x
 
 
-def _ends_derivative(
-    node: fx.Node, inputs: list[torch.Tensor], result: Any, doubtful: bool, is_exact: bool
-) -> bool:
+def _ends_derivative(node: fx.Node, inputs: list[torch.Tensor], result: Any, doubtful: bool, is_exact: bool) -> bool:
     """Whether autograd cannot go through what was called, or would silently stop there.
 
     ``is_exact``: a result without a derivative does depend on none of the ``inputs``, as where other operators were

@@ -16,10 +16,9 @@ from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
 from gact_fx.profiling.tape import Place, Step
+from gact_fx.profiling.waiting_slopes import Slopes, Waiting, WaitingSlopes, unpacked
 
 Sources = Mapping[fx.Node, frozenset[Place]]
-# One derivative per probe.
-Slopes = list[torch.Tensor]
 
 
 class Adjoint:
@@ -83,7 +82,7 @@ class Adjoint:
         carriers = {node for node in computed if sources[node] and has_derivative(node.meta.get("val"))}
         self._segments = cut_backward(computed, loads, carriers, probes)
         self._kept: dict[fx.Node, Any] = {}
-        self._slopes: dict[fx.Node, Slopes] = {}
+        self._slopes = WaitingSlopes()
 
     def run(self) -> dict[str, Slopes]:
         """Fill the meters; returns the derivatives with respect to placeholders, by name."""
@@ -95,12 +94,13 @@ class Adjoint:
                 first.setdefault(node, at)
         for node in self._positions.keys() & self._loads:
             value = self._load(node)
-            self._slopes[node] = [self._arrived(node, value, probe) for probe in self._probes]
+            for probe in self._probes:
+                self._slopes.add(node, probe, self._arrived(node, value, probe))
         for at in reversed(range(len(self._segments))):
             self._differentiate(self._segments[at])
             self._fill(node for node in self._readings if first.get(node) == at)
         self._fill(node for node in self._readings if node not in first)
-        return {node.name: slopes for node, slopes in self._slopes.items() if node.op == "placeholder"}
+        return self._slopes.of_placeholders()
 
     def _keep_crossing(self) -> None:
         """Compute what crosses from one segment to later ones, and pack it."""
@@ -157,14 +157,9 @@ class Adjoint:
         values.clear()
         before = {node: list(self._coefficient_slopes.get(node, [])) for node in taken}
         taken.clear()
-        ahead = {node: self._slopes.pop(node) for node in ends if node in self._slopes}
+        ahead = {node: self._slopes.take(node) for node in ends if node in self._slopes}
         for probe in self._probes if outputs and inputs else ():
-            slopes = []
-            for node in outputs:
-                parts = ahead[node][:1] if node in ahead else []
-                if node in returned:
-                    parts.append(self._arrived(node, returned[node], probe))
-                slopes.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+            slopes = [self._all_of(node, probe, ahead.get(node), returned.get(node)) for node in outputs]
             is_last = probe == self._probes[-1]
             self._probe = probe
             try:
@@ -179,14 +174,23 @@ class Adjoint:
                 if doubtful or probe:
                     raise
                 # Some operator refuses only now; any other error comes again.
-                self._slopes.update(ahead)
+                self._slopes.put_back(ahead)
                 self._coefficient_slopes.update(before)
                 return self._replay(segment, ends, doubtful=True)
             for spent in ahead.values():
                 del spent[0]
             for node, slope in zip(inputs, found, strict=True):
                 if slope is not None:
-                    _add(self._slopes, node, probe, slope)
+                    self._slopes.add(node, probe, slope)
+            # The next probe must not find them beside their codes.
+            del slopes, found, slope
+
+    def _all_of(self, node: fx.Node, probe: int, ahead: Waiting | None, returned: torch.Tensor | None) -> torch.Tensor:
+        """The derivative with respect to what a segment ends with: what waits for it, and what it is by itself."""
+        parts = [unpacked(ahead[0])] if ahead else []
+        if returned is not None:
+            parts.append(self._arrived(node, returned, probe))
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
         """The derivative of v^T gradient with respect to an output."""
@@ -207,18 +211,19 @@ class Adjoint:
             values = self._load(node)
             stopped = self._find_stopped(node.name, values)
             self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
-            slopes = self._slopes.pop(node, [])
+            waiting = self._slopes.take(node)
             if node in self._coefficients.of:
-                self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes, slopes)
+                own = list(map(unpacked, waiting))
+                self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes, own)
                 self._waiting[node] = set()
                 awaited = set().union(*self._waiting.values())
                 for end in self._coefficient_slopes.keys() - awaited:
                     del self._coefficient_slopes[end]
             if name in self._shared:
-                self._shared[name].add(meter, stopped, slopes)
+                self._shared[name].add(meter, stopped, list(map(unpacked, waiting)))
             else:
-                for slope in slopes:
-                    meter.add(slope, stopped)
+                for slope in waiting:
+                    meter.add(unpacked(slope), stopped)
 
     def _load(self, node: fx.Node) -> Any:
         if node in self._arguments:
@@ -278,12 +283,8 @@ class Adjoint:
     def _keep_slope(self, node: fx.Node, slope: torch.Tensor | None) -> None:
         # Some operators give none where it is zero.
         if slope is not None:
-            _add(self._coefficient_slopes, node, self._probe, self._coefficients.kept(node, slope.detach()))
-
-
-def _add(total: dict[fx.Node, Slopes], node: fx.Node, probe: int, slope: torch.Tensor) -> None:
-    found = total.setdefault(node, [])
-    if probe < len(found):
-        found[probe] = found[probe] + slope
-    else:
-        found.append(slope)
+            kept, found = self._coefficients.kept(node, slope.detach()), self._coefficient_slopes.setdefault(node, [])
+            if self._probe < len(found):
+                found[self._probe] = found[self._probe] + kept
+            else:
+                found.append(kept)

@@ -3,7 +3,7 @@
 Between segments only what crosses a cut is kept, in 8 bits; within one, everything is computed again. Few cuts make
 for long segments, many for much that crosses: the best cuts under a limit on the work of a segment are found by
 dynamic programming, and the limit such that both together take the least memory. With what a segment works on counts
-what waits for it: the derivatives, of every probe, with respect to all that crosses its end.
+what waits for it: the derivatives, of every probe, with respect to all that crosses its end, in 8 bits as well.
 """
 
 import math
@@ -112,7 +112,7 @@ def _costs(nodes: Sequence[fx.Node], loads: Collection[fx.Node]) -> tuple[list[f
         loaded |= new
         is_view = node.target is getitem or returns_alias(node.target)
         work.append((0.0 if is_view else _nbytes(node)) + sum(_nbytes(i) for i in new))
-        kept.append(sum(packed_nbytes(x.dtype, hint(x.numel())) for x in _tensors(node)))
+        kept.append(_packed_nbytes(node))
         if isinstance(node.meta.get("val"), (tuple, list)):
             # Its parts cross instead.
             kept[-1] = math.inf
@@ -125,8 +125,8 @@ def _waiting(nodes: Sequence[fx.Node], last: Sequence[int], carriers: Collection
     changes = [0.0] * (len(nodes) + 2)
     for at, node in enumerate(nodes):
         if node in carriers and last[at] > at:
-            changes[at + 1] += probes * _nbytes(node)
-            changes[last[at] + 1] -= probes * _nbytes(node)
+            changes[at + 1] += probes * _packed_nbytes(node)
+            changes[last[at] + 1] -= probes * _packed_nbytes(node)
     return list(accumulate(changes))
 
 
@@ -159,6 +159,10 @@ def _best_ends(
 
 def _nbytes(node: fx.Node) -> float:
     return float(sum(hint(x.numel()) * x.dtype.itemsize for x in _tensors(node)))
+
+
+def _packed_nbytes(node: fx.Node) -> float:
+    return float(sum(packed_nbytes(x.dtype, hint(x.numel())) for x in _tensors(node)))
 
 
 def _tensors(node: fx.Node) -> list[Any]:

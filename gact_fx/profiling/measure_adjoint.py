@@ -22,11 +22,12 @@ from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.profiling.adjoint import Adjoint, Slopes, Sources
+from gact_fx.profiling.adjoint import Adjoint, Sources
 from gact_fx.profiling.coefficient_meter import Bent
 from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter
 from gact_fx.profiling.tape import Place, Step
+from gact_fx.profiling.waiting_slopes import Slopes
 
 
 @dataclass(frozen=True)
