@@ -15,7 +15,7 @@ def test_parts_add_up_and_wait_in_codes() -> None:
     wanted = [torch.stack(of_probe).sum(0) for of_probe in zip(*parts, strict=True)]
     assert node in slopes
     for found, whole in zip(slopes.of_placeholders()["x"], wanted, strict=True):
-        assert torch.linalg.vector_norm(found - whole) < 0.01 * torch.linalg.vector_norm(whole)
+        assert torch.linalg.vector_norm(found - whole) < 0.02 * torch.linalg.vector_norm(whole)
     taken = slopes.take(node)
     assert node not in slopes and slopes.take(node) == []
     assert all(isinstance(waiting, Packed) and waiting.blob.nbytes < 64 * 256 * 1.2 for waiting in taken)
