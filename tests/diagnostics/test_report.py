@@ -80,7 +80,7 @@ def test_graphs_can_be_read(report: Report) -> None:
     ran = [each.name for each in PIPELINE if each.name not in others]
     assert [stage.name for stage in graph.stages] == ran
     (edit,) = [stage for stage in graph.stages if stage.name == "insert_compression"]
-    assert edit.before and edit.after and "ops.gact_fx" not in edit.before[0] and "ops.gact_fx" in edit.after[0]
+    assert edit.before and edit.after and "gact_fx." not in edit.before[0] and "gact_fx.compress" in edit.after[0]
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
