@@ -79,7 +79,6 @@ class _Decisions:
         refused = find_refusals(pair, saved, min_elements=config.min_elements) | dict(refused)
         self._reasons = {name: "" if name in self._ranges else reason for name, reason in refused.items()}
         masks, self._readers = self._settle(pair, saved, config)
-        self._copied = find_copies(pair, saved, self._reasons)
         self._derivable = derivable_nodes(pair)
         self.aliases = self._aliases(saved, masks)
         # What leads to nothing but what is stored itself is not stored.
@@ -104,7 +103,8 @@ class _Decisions:
     def _settle(self, pair: GraphPair, saved: tuple[SavedTensor, ...], config: Config) -> tuple[MaskAnalysis, Readers]:
         """Refuse tensors until what is left can be compressed together."""
         while True:
-            _refuse_shared(saved, self._reasons, find_copies(pair, saved, self._reasons))
+            self._copied = find_copies(pair, saved, self._reasons)
+            _refuse_shared(saved, self._reasons, self._copied)
             exact = {name for name, reason in self._reasons.items() if reason} | self._ranges.keys()
             lossy = frozenset(t.name for t in saved if t.name not in exact and t.dtype is not torch.bool)
             masks = find_masks(pair, lossy, self._attention)

@@ -9,7 +9,7 @@ from torch import fx
 from gact_fx.codec import operators  # noqa: F401  (registers torch.ops.gact_fx)
 from gact_fx.codec.code import Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
-from gact_fx.graphs.edit import add_call, add_full, latest
+from gact_fx.graphs.edit import add_call, add_full, latest, restored
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -97,10 +97,8 @@ class ForwardEditor:
         """A copy of ``node`` without gaps, with the dimensions in memory ``order``."""
         dense = self.in_order(node, order)
         copy = self.add(aten.clone.default, (dense,), f"{node.name}_copy", memory_format=torch.contiguous_format)
-        if dense is node:
-            return copy
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        return self.add(aten.permute.default, (copy, inverse), f"{node.name}_restored")
+        with self._pair.forward.graph.inserting_after(copy):
+            return restored(self._pair.forward.graph, copy, order)
 
     def as_bytes(self, mask: fx.Node, order: Sequence[int]) -> fx.Node:
         """A boolean node as bytes, computed in memory order.
