@@ -1,92 +1,53 @@
 """Training steps that fill a GPU, in bf16 autocast: bytes held for backward, peak memory and time, of torch.compile and
 gact_fx.
 
-    python benchmarks/gpu.py [--budget-bits 4 2] [--steps 20] [--device cuda] [bert-large] [resnet50]
+    python benchmarks/gpu.py [--budget-bits 4] [--steps 20] [--device cuda|cpu] [--alone] [NETWORK ...]
 
-On a GPU of 80 GB, BERT-large reads 32 x 512 tokens and ResNet-50 256 images of 224 x 224; on others the rows go with
-the memory. "Held" are the storages under the loss (``activation_bytes.py``); "peak" is
-``torch.cuda.max_memory_allocated`` over a step, less what was allocated before it. Steps of both ways alternate;
-medians. With ``--device cpu`` the sizes are small, and only show that the command works.
+Networks are those of ``real_networks.py``. On a GPU of 80 GB bert-12 reads 128 x 256 tokens, resnet50 128 images of
+224 x 224 and gpt2 64 x 512 tokens; on others the rows go with the memory. "Held" are the storages under the loss
+(``activation_bytes.py``); "peak" is ``torch.cuda.max_memory_allocated`` over a step, less what was allocated before it,
+of a step by the plan and of the first three steps, in which gact_fx profiles. "To step 3" are the seconds of these.
+
+Networks compile at the same time, in a process each, and their steps are timed one network after the other: steps of
+both ways alternate; medians. ``--alone`` has one network wait for the other, for "to step 3" without neighbours. With
+``--device cpu`` the networks are small, and only show that the command works.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from activation_bytes import activation_bytes
 from machine import describe, save
-from networks import Batch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from real_networks import build
+from torch import Tensor
 
 import gact_fx
 
-# device: (BERT's layers, width, rows, tokens), (images, pixels a side); of rows and images, those of a GPU of 80 GB
-SIZES = {"cuda": ((24, 1024, 32, 512), (256, 224)), "cpu": ((1, 128, 4, 64), (4, 64))}
+# How many times the rows of real_networks.py on a GPU of 80 GB; other networks take eight times the rows.
+TIMES = {"bert-12": 16, "resnet50": 16, "gpt2": 16}
 MEMORY = 80e9
 WARM_UP = 3
-Loss = Callable[[nn.Module, Batch], Tensor]
-Network = tuple[nn.Module, Batch, Loss]
+READY = "ready"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one way of training takes: bytes, bytes (None off CUDA), seconds."""
+    """What one way of training takes: bytes, bytes (None off CUDA), bytes (None off CUDA), seconds, seconds."""
 
     held: int
     peak: int | None
+    first_peak: int | None
     seconds: float
-
-
-def rows_of(whole: int, device: str) -> int:
-    """Rows for this device's memory where one of 80 GB takes ``whole``."""
-    if device != "cuda":
-        return whole
-    return max(1, int(whole * torch.cuda.mem_get_info()[1] / MEMORY))
-
-
-def bert_large(layers: int, width: int, rows: int, tokens: int) -> Network:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        intermediate_size=4 * width,
-        attn_implementation="eager",  # type: ignore[call-arg]
-    )
-    batch = {"input_ids": torch.randint(0, config.vocab_size, (rows, tokens)), "labels": torch.randint(0, 2, (rows,))}
-    return BertForSequenceClassification(config), batch, lambda model, batch: model(**batch).loss
-
-
-def resnet50(rows: int, side: int) -> Network:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    batch = {"pixel_values": torch.randn(rows, 3, side, side), "labels": torch.randint(0, 1000, (rows,))}
-    model = ResNetForImageClassification(ResNetConfig(num_labels=1000))  # type: ignore[call-arg]
-    return model, batch, lambda model, batch: F.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"])
-
-
-def build(name: str, device: str) -> Network:
-    """The network and its batch on ``device``; its loss is taken under autocast."""
-    torch.manual_seed(0)
-    (layers, width, texts, tokens), (images, side) = SIZES[device]
-    if name == "bert-large":
-        model, batch, loss_fn = bert_large(layers, width, rows_of(texts, device), tokens)
-    else:
-        model, batch, loss_fn = resnet50(rows_of(images, device), side)
-
-    def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            return loss_fn(model, batch)
-
-    return model.to(device), {key: value.to(device) for key, value in batch.items()}, autocast_loss
+    first_seconds: float
 
 
 class Way:
@@ -94,92 +55,152 @@ class Way:
 
     def __init__(self, name: str, device: str, budget_bits: float | None) -> None:
         self.device = device
-        self.model, self.batch, self.loss_fn = build(name, device)
+        times = TIMES.get(name, 8) * torch.cuda.mem_get_info()[1] / MEMORY if device == "cuda" else 1
+        self.model, batch, self.loss_fn = build(name, small=device == "cpu", times=max(1, round(times)))
+        self.model.to(device)
+        self.batch = {key: value.to(device) for key, value in batch.items()}
         if budget_bits is None:
             self.model.compile()
         else:
-            gact_fx.compile(self.model, budget_bits=budget_bits, sample_batches=[self.batch], loss_fn=self.loss_fn)
-        for _ in range(WARM_UP):
-            self.step()
+            gact_fx.compile(self.model, budget_bits=budget_bits)
+        start = time.perf_counter()
+        self.first_peak = self.peak(WARM_UP)
+        self.first_seconds = time.perf_counter() - start
+
+    def loss(self) -> Tensor:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.loss_fn(self.model, self.batch)
 
     def step(self) -> float:
         """Seconds of forward and backward."""
         self.model.zero_grad(set_to_none=True)
         self._synchronize()
         start = time.perf_counter()
-        self.loss_fn(self.model, self.batch).backward()
+        self.loss().backward()
         self._synchronize()
         return time.perf_counter() - start
 
     def held(self) -> int:
         """Bytes between forward and backward."""
         known = [*self.model.parameters(), *self.model.buffers(), *self.batch.values()]
-        return activation_bytes(self.loss_fn(self.model, self.batch), exclude=known)
+        return activation_bytes(self.loss(), exclude=known)
 
-    def peak(self) -> int | None:
-        """Bytes that are allocated over a step at most, less those before it."""
-        if self.device != "cuda":
-            return None
+    def peak(self, steps: int = 1) -> int | None:
+        """Bytes that are allocated over some steps at most, less those before them."""
         self.model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.step()
-        return torch.cuda.max_memory_allocated() - before
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
+        for _ in range(steps):
+            self.step()
+        return torch.cuda.max_memory_allocated() - before if self.device == "cuda" else None
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def measure(name: str, device: str, budget_bits: float, steps: int) -> dict[str, Cost]:
-    """Costs of both ways of training one network, their steps interleaved."""
-    torch._dynamo.reset()
-    ways = {"torch.compile": Way(name, device, None), "gact_fx": Way(name, device, budget_bits)}
-    memory = {key: (way.held(), way.peak()) for key, way in ways.items()}
+def serve(name: str, options: argparse.Namespace) -> None:
+    """In a child: compile both ways, say so, and measure when the parent says so."""
+    ways = {"torch.compile": Way(name, options.device, None)}
+    ways["gact_fx"] = Way(name, options.device, options.budget_bits)
+    memory = {key: (way.held(), way.peak(), way.first_peak) for key, way in ways.items()}
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(READY, flush=True)
+    sys.stdin.readline()
     seconds: dict[str, list[float]] = {key: [] for key in ways}
-    for _ in range(steps):
+    for _ in range(options.steps):
         for key, way in ways.items():
             seconds[key].append(way.step())
-    return {key: Cost(*memory[key], statistics.median(seconds[key])) for key in ways}
+    costs = {key: Cost(*memory[key], statistics.median(seconds[key]), way.first_seconds) for key, way in ways.items()}
+    print(json.dumps({key: asdict(cost) for key, cost in costs.items()}), flush=True)
+
+
+class Child:
+    """A process that compiles one network, and waits."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, name, "--child", "--device", options.device, "--steps", str(options.steps)]
+        command += ["--budget-bits", str(options.budget_bits)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._is_ready = False
+
+    def costs(self) -> dict[str, Cost] | None:
+        """What it measures once it has compiled, and others are silent; None if it failed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.wait()
+        with self._process:
+            if self._process.poll() is not None:
+                return None
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+            lines = self._process.stdout.read().splitlines()
+        return {key: Cost(**cost) for key, cost in json.loads(lines[-1]).items()} if lines else None
+
+    def wait(self) -> None:
+        """Wait until it has compiled, or failed."""
+        assert self._process.stdout is not None
+        if not self._is_ready:
+            while (line := self._process.stdout.readline()) and line.strip() != READY:
+                pass
+            self._is_ready = bool(line)
+            if not line:
+                self._process.wait()
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=["bert-large", "resnet50"])
-    parser.add_argument("--budget-bits", type=float, nargs="+", default=[4.0, 2.0])
+    parser.add_argument("networks", nargs="*", default=list(TIMES))
+    parser.add_argument("--budget-bits", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=list(SIZES), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--alone", action="store_true", help="one network after the other")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # serve one network here
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     options = parse_options()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("gpu.py: there is no GPU; --device cpu runs small sizes, to show that the command works")
-    print(f"a training step in bf16 autocast on {options.device}, of torch.compile and gact_fx; {describe()}")
-    print(
-        f"{'network':10} {'bits':>4} {'held':>24} {'ratio':>6} {'peak':>24} {'ratio':>6} {'seconds':>15} {'ratio':>6}"
-    )
-    results: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
+        sys.exit("gpu.py: there is no GPU; --device cpu runs small networks, to show that the command works")
+    if options.child:
+        serve(options.networks[0], options)
+        return 0
+    ways = f"torch.compile and gact_fx at {options.budget_bits:g} bits"
+    print(f"a training step in bf16 autocast on {options.device}, of {ways}, in MB and seconds; {describe()}")
+    widths = {"network": 10, "held": 20, "peak": 20, "first peak": 20, "a step": 20, "to step 3": 20}
+    print(" ".join(f"{title:>{width}}" for title, width in widths.items()), flush=True)
+    results: dict[str, dict[str, dict[str, float | None]]] = {}
+    children: dict[str, Child] = {}
+    if not options.alone:
+        children = {name: Child(name, options) for name in options.networks}
+        for child in children.values():
+            child.wait()
     for name in options.networks:
-        for bits in options.budget_bits:
-            plain, ours = (found := measure(name, options.device, bits, options.steps)).values()
-            peaks = f"{'-':>24} {'-':>6}"
-            if plain.peak is not None and ours.peak is not None:
-                peaks = f"{_megabytes(plain.peak, ours.peak):>24} {plain.peak / ours.peak:5.1f}x"
-            print(
-                f"{name:10} {bits:4g} {_megabytes(plain.held, ours.held):>24} {plain.held / ours.held:5.1f}x {peaks} "
-                f"{plain.seconds:7.3f} {ours.seconds:7.3f} {ours.seconds / plain.seconds:5.2f}x",
-                flush=True,
-            )
-            results.setdefault(name, {})[f"{bits:g} bits"] = {key: asdict(cost) for key, cost in found.items()}
-            if options.device == "cuda":
-                save("step-bf16", results)
+        costs = (children.get(name) or Child(name, options)).costs()
+        if costs is None:
+            print(f"{name:>10} failed: see above", flush=True)
+            continue
+        plain, ours = costs.values()
+        cells = [
+            *(_pair(a, b, 1e6, ".0f") for a, b in (
+                (plain.held, ours.held), (plain.peak, ours.peak), (plain.first_peak, ours.first_peak))),
+            _pair(plain.seconds, ours.seconds, 1, ".3f"),
+            _pair(plain.first_seconds, ours.first_seconds, 1, ".0f"),
+        ]  # fmt: skip
+        print(f"{name:>10} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
+        results[name] = {key: asdict(cost) for key, cost in costs.items()}
+        if options.device == "cuda":
+            save(f"step-bf16-{options.budget_bits:g}bits", results)
+    return int(len(results) < len(options.networks))
 
 
-def _megabytes(plain: int, ours: int) -> str:
-    return f"{plain / 1e6:.1f} -> {ours / 1e6:.1f} MB"
+def _pair(plain: float | None, ours: float | None, unit: float, form: str) -> str:
+    if plain is None or ours is None:
+        return "-"
+    return f"{plain / unit:{form}} {ours / unit:{form}} ({ours / plain:.2f})"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -117,7 +117,7 @@ class Program(nn.Module):
             # The last few are read more often than what lies far behind.
             a, b = made[-1 - first % min(3, len(made))], made[-1 - second % len(made)]
             made.append(next(layers)(a) if name == "linear" else OPERATORS[name](a, b))
-        weights = torch.linspace(-1, 1.5, WIDTH, dtype=x.dtype)
+        weights = torch.linspace(-1, 1.5, WIDTH, dtype=x.dtype, device=x.device)
         return torch.stack([(h.tanh() * weights).sum() for h in made[-2:]]).sum()
 
 

@@ -135,6 +135,8 @@ def _compile_eager(
         aten.gelu_backward, aten.silu_backward, aten.mish_backward, aten.softplus_backward, aten.log_sigmoid_backward,
         aten.glu_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.hardshrink_backward,
         aten.softshrink_backward,
+        # This one gives a result of the gradient's size, and coefficients are made of a gradient of one element.
+        aten.native_dropout_backward,
         # And these read one for its shape alone.
         aten.nll_loss_backward, aten.nll_loss2d_backward,
     ]  # fmt: skip

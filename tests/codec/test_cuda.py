@@ -46,7 +46,7 @@ def check(x: torch.Tensor, bits: int, group_size: int, seed: int, rounding: str,
     assert values.is_contiguous()
     assert torch.equal(values.cpu().view(-1).view(torch.uint8), exact.view(-1).view(torch.uint8))
     if mask is not None:
-        assert torch.equal(decompress(blob, mask.shape, torch.bool, 1), mask)
+        assert torch.equal(decompress(blob, mask.shape, torch.bool, 1, group_size), mask)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -150,7 +150,7 @@ def test_opcheck(rounding: str) -> None:
     blob = compress(x, 4, 64, 3, mask, rounding)
     torch.library.opcheck(compress.default, (x, 4, 64, 3, mask, rounding))
     torch.library.opcheck(decompress.default, (blob, [3, 100], torch.float32, 4, 64, 3, rounding))
-    torch.library.opcheck(decompress.default, (blob, [77], torch.bool, 1))
+    torch.library.opcheck(decompress.default, (blob, [77], torch.bool, 1, 64))
 
 
 @pytest.fixture
@@ -170,17 +170,17 @@ def round_trip(x: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> tu
         halves,
         packed,
         decompress(blob, x.shape, x.dtype, 5, 128, 1, "dither"),
-        decompress(blob, mask.shape, torch.bool, 1),
+        decompress(blob, mask.shape, torch.bool, 1, 128),
         decompress(halves, x.shape, x.dtype, 16, 128),
-        decompress(packed, numbers.shape, numbers.dtype, 11),
+        decompress(packed, numbers.shape, numbers.dtype, 11, 256),
     )
 
 
-def arguments(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(70, 1001, generator=generator, device="cuda")
-    mask = torch.rand(5000, generator=generator, device="cuda") < 0.5
-    return x, mask, torch.randint(0, 2048, (3333,), generator=generator, device="cuda")
+def arguments(seed: int, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(70, 1001, generator=generator, device=device)
+    mask = torch.rand(5000, generator=generator, device=device) < 0.5
+    return x, mask, torch.randint(0, 2048, (3333,), generator=generator, device=device)
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

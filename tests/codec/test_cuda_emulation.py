@@ -14,6 +14,7 @@ import pytest
 import torch
 from codec_inputs import KINDS, inputs
 from hypothesis import given
+from test_cuda import arguments, round_trip
 
 from gact_fx.codec import reference
 from gact_fx.codec.layout import blob_nbytes, group_count, metadata_nbytes
@@ -322,3 +323,12 @@ def test_integers_out_of_range(emulation: Emulation, dtype: torch.dtype, bits: i
 def test_lanes_that_disagree_are_found(emulation: Emulation) -> None:
     assert emulation.disagree(True) == "a lane ended while others of its warp wait for it"
     assert emulation.disagree(False) == "lanes of a warp wait at different collectives"
+
+
+def test_what_the_tests_on_a_gpu_call_runs_on_the_cpu() -> None:
+    """They run where there is a GPU alone, and would be out of date unnoticed."""
+    x, mask, numbers = arguments(1, "cpu")
+    *_, values, bools, halves, integers = round_trip(x, mask, numbers)
+    torch.testing.assert_close(values, x, atol=0.3, rtol=0)
+    torch.testing.assert_close(halves, x, atol=0, rtol=1e-2)
+    assert torch.equal(bools, mask) and torch.equal(integers, numbers)
