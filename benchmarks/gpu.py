@@ -1,7 +1,7 @@
 """Training steps that fill a GPU, in bf16 autocast: bytes held for backward, peak memory and time, of torch.compile and
 gact_fx.
 
-    python benchmarks/gpu.py [--budget-bits 4] [--steps 20] [--device cuda|cpu] [--alone] [NETWORK ...]
+    python benchmarks/gpu.py [--budget-bits 4] [--steps 20] [--device cuda|cpu] [--alone] [--verbose] [NETWORK ...]
 
 Networks are those of ``real_networks.py``. On a GPU of 80 GB bert-12 reads 128 x 256 tokens, resnet50 128 images of
 224 x 224 and gpt2 64 x 512 tokens; on others the rows go with the memory. "Held" are the storages under the loss
@@ -18,10 +18,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -36,7 +38,7 @@ import gact_fx
 TIMES = {"bert-12": 16, "resnet50": 16, "gpt2": 16}
 MEMORY = 80e9
 WARM_UP = 3
-READY = "ready"
+READY, TIMED = "ready", "timed"
 
 
 @dataclass(frozen=True)
@@ -105,48 +107,52 @@ def serve(name: str, options: argparse.Namespace) -> None:
     ways = {"torch.compile": Way(name, options.device, None)}
     ways["gact_fx"] = Way(name, options.device, options.budget_bits)
     memory = {key: (way.held(), way.peak(), way.first_peak) for key, way in ways.items()}
+    seconds: dict[str, list[float]] = {key: [way.step()] for key, way in ways.items()}
+
+    def tell(prefix: str) -> None:
+        costs = {
+            key: Cost(*memory[key], statistics.median(seconds[key]), way.first_seconds) for key, way in ways.items()
+        }
+        print(prefix, json.dumps({key: asdict(cost) for key, cost in costs.items()}), flush=True)
+
     gc.collect()
     torch.cuda.empty_cache()
-    print(READY, flush=True)
+    tell(READY)
     sys.stdin.readline()
-    seconds: dict[str, list[float]] = {key: [] for key in ways}
     for _ in range(options.steps):
         for key, way in ways.items():
             seconds[key].append(way.step())
-    costs = {key: Cost(*memory[key], statistics.median(seconds[key]), way.first_seconds) for key, way in ways.items()}
-    print(json.dumps({key: asdict(cost) for key, cost in costs.items()}), flush=True)
+    tell(TIMED)
 
 
 class Child:
-    """A process that compiles one network, and waits."""
+    """A process that compiles one network, waits, and times its steps."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         command = [sys.executable, __file__, name, "--child", "--device", options.device, "--steps", str(options.steps)]
-        command += ["--budget-bits", str(options.budget_bits)]
+        command += ["--budget-bits", str(options.budget_bits), *["--verbose"] * options.verbose]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._is_ready = False
 
-    def costs(self) -> dict[str, Cost] | None:
-        """What it measures once it has compiled, and others are silent; None if it failed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.wait()
-        with self._process:
-            if self._process.poll() is not None:
-                return None
+    def compiled(self) -> dict[str, Cost] | None:
+        """What it has found once it has compiled, its steps timed beside those of others; None if it failed."""
+        return self._read(READY)
+
+    def timed(self) -> dict[str, Cost] | None:
+        """What it finds while others are silent; None if it failed."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-            lines = self._process.stdout.read().splitlines()
-        return {key: Cost(**cost) for key, cost in json.loads(lines[-1]).items()} if lines else None
+        found = self._read(TIMED)
+        self._process.communicate()
+        return found
 
-    def wait(self) -> None:
-        """Wait until it has compiled, or failed."""
+    def _read(self, prefix: str) -> dict[str, Cost] | None:
         assert self._process.stdout is not None
-        if not self._is_ready:
-            while (line := self._process.stdout.readline()) and line.strip() != READY:
-                pass
-            self._is_ready = bool(line)
-            if not line:
-                self._process.wait()
+        for line in self._process.stdout:
+            if line.startswith(prefix):
+                return {key: Cost(**cost) for key, cost in json.loads(line[len(prefix) :]).items()}
+        return None
 
 
 def parse_options() -> argparse.Namespace:
@@ -156,6 +162,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--alone", action="store_true", help="one network after the other")
+    parser.add_argument("--verbose", action="store_true", help="say what takes the time of the first steps")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # serve one network here
     return parser.parse_args()
 
@@ -164,6 +171,9 @@ def main() -> int:
     options = parse_options()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu.py: there is no GPU; --device cpu runs small networks, to show that the command works")
+    if options.verbose:
+        logging.basicConfig(format=f"%(asctime)s {options.networks[0]} %(message)s")
+        logging.getLogger("gact_fx").setLevel(logging.INFO)
     if options.child:
         serve(options.networks[0], options)
         return 0
@@ -172,28 +182,31 @@ def main() -> int:
     widths = {"network": 10, "held": 20, "peak": 20, "first peak": 20, "a step": 20, "to step 3": 20}
     print(" ".join(f"{title:>{width}}" for title, width in widths.items()), flush=True)
     results: dict[str, dict[str, dict[str, float | None]]] = {}
-    children: dict[str, Child] = {}
-    if not options.alone:
-        children = {name: Child(name, options) for name in options.networks}
-        for child in children.values():
-            child.wait()
-    for name in options.networks:
-        costs = (children.get(name) or Child(name, options)).costs()
-        if costs is None:
-            print(f"{name:>10} failed: see above", flush=True)
-            continue
-        plain, ours = costs.values()
-        cells = [
-            *(_pair(a, b, 1e6, ".0f") for a, b in (
-                (plain.held, ours.held), (plain.peak, ours.peak), (plain.first_peak, ours.first_peak))),
-            _pair(plain.seconds, ours.seconds, 1, ".3f"),
-            _pair(plain.first_seconds, ours.first_seconds, 1, ".0f"),
-        ]  # fmt: skip
-        print(f"{name:>10} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
-        results[name] = {key: asdict(cost) for key, cost in costs.items()}
-        if options.device == "cuda":
-            save(f"step-bf16-{options.budget_bits:g}bits", results)
+    for together in [[name] for name in options.networks] if options.alone else [options.networks]:
+        children = {name: Child(name, options) for name in together}
+        for name, child in children.items():
+            if costs := child.compiled():
+                print(row(name, costs) + "  (steps timed beside other networks')", flush=True)
+        for name, child in children.items():
+            if costs := child.timed():
+                print(row(name, costs), flush=True)
+                results[name] = {key: asdict(cost) for key, cost in costs.items()}
+                if options.device == "cuda":
+                    save(f"step-bf16-{options.budget_bits:g}bits", results)
+            else:
+                print(f"{name:>10} failed: see above", flush=True)
     return int(len(results) < len(options.networks))
+
+
+def row(name: str, costs: dict[str, Cost]) -> str:
+    plain, ours = costs.values()
+    memory = ((plain.held, ours.held), (plain.peak, ours.peak), (plain.first_peak, ours.first_peak))
+    cells = [
+        *(_pair(a, b, 1e6, ".0f") for a, b in memory),
+        _pair(plain.seconds, ours.seconds, 1, ".3f"),
+        _pair(plain.first_seconds, ours.first_seconds, 1, ".0f"),
+    ]
+    return f"{name:>10} " + " ".join(f"{cell:>20}" for cell in cells)
 
 
 def _pair(plain: float | None, ours: float | None, unit: float, form: str) -> str:

@@ -165,6 +165,19 @@ Codec of_run(Codec codec, const Run& run, size_t index) {
   return codec;
 }
 
+// The runs' blobs, one behind the other in `data`.
+std::vector<CodedRun> to_coded(const Codec& codec, ScalarType dtype, int64_t numel, const std::vector<Run>& runs,
+                               uint8_t* data) {
+  std::vector<CodedRun> coded;
+  for (const Run& run : runs) {
+    const Codec of = of_run(codec, run, coded.size());
+    const Layout layout = lay_out(of, dtype, numel / count_places(runs) * run.count, data);
+    coded.push_back({run.first, run.count, of, layout.blob});
+    data += layout.nbytes;
+  }
+  return coded;
+}
+
 // The bytes of a float tensor's blob, without a mask.
 int64_t runs_nbytes(const Codec& codec, ScalarType dtype, int64_t numel, const std::vector<Run>& runs) {
   if (runs.empty()) return lay_out(codec, dtype, numel, nullptr).nbytes;

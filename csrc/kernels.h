@@ -26,6 +26,14 @@ struct Blob {
   int64_t numel;
 };
 
+// Of every row of a tensor the `count` groups from `first` on, coded to a blob of their own.
+struct CodedRun {
+  int64_t first;
+  int64_t count;
+  Codec codec;
+  Blob blob;
+};
+
 // Where decompressed elements go: rows of `length` elements, of whole groups but for the last, `gap` bytes apart.
 struct SpacedRows {
   void* data;
@@ -78,6 +86,9 @@ namespace cuda {
 bool reads(const Strided& values, const Codec& codec);
 void compress(const Strided& values, const Codec& codec, const Blob& blob, void* stream);
 void decompress(const Blob& blob, const Codec& codec, void* values, void* stream);
+// A contiguous tensor, whose rows have `places` whole groups. The runs' codecs differ in bits, 8 at most, and seeds.
+void compress_runs(const void* values, int64_t places, const CodedRun* runs, int count, void* stream);
+void decompress_runs(const CodedRun* runs, int count, int64_t places, void* values, void* stream);
 // An integer beyond [0, 2^value_bits) raises a device-side assertion.
 void pack_integers(const void* values, const Integers& integers, uint8_t* packed, void* stream);
 void unpack_integers(const uint8_t* packed, const Integers& integers, void* values, void* stream);

@@ -83,10 +83,28 @@ struct Cpu {
   static void decompress(const Blob& blob, const Codec& codec, void* values) {
     cpu::decompress(blob, codec, {values, blob.numel, 0});
   }
-  // Into columns `first` to `first + length` of the matrix `values`.
-  static void decompress_columns(const Blob& blob, const Codec& codec, Tensor& values, int64_t first, int64_t length) {
+  // A contiguous tensor, whose rows have `places` groups.
+  static void compress_runs(const Tensor& x, int64_t places, const std::vector<CodedRun>& runs) {
+    const auto* from = static_cast<const uint8_t*>(x.const_data_ptr());
+    for (const CodedRun& run : runs) {
+      const int64_t row = places * run.codec.group_size, length = run.count * run.codec.group_size;
+      const int64_t rows = run.blob.numel / length;
+      const bool is_whole = length == row || rows == 1;
+      const Strided values = {from + run.first * run.codec.group_size * item_size(x.scalar_type()),
+                              rows * length,
+                              is_whole ? 1 : 2,
+                              {is_whole ? rows * length : rows, length},
+                              {is_whole ? 1 : row, 1}};
+      compress(values, run.codec, run.blob);
+    }
+  }
+  static void decompress_runs(const std::vector<CodedRun>& runs, int64_t places, Tensor& values) {
     const int64_t itemsize = item_size(values.scalar_type());
-    cpu::decompress(blob, codec, {bytes_of(values) + first * itemsize, length, (values.size(1) - length) * itemsize});
+    for (const CodedRun& run : runs) {
+      const int64_t group = run.codec.group_size * itemsize, length = run.count * run.codec.group_size;
+      cpu::decompress(run.blob, run.codec,
+                      {bytes_of(values) + run.first * group, length, (places - run.count) * group});
+    }
   }
   static bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) {
     return cpu::pack_integers(values, integers, packed);
@@ -112,16 +130,11 @@ struct Cuda {
   void decompress(const Blob& blob, const Codec& codec, void* values) const {
     cuda::decompress(blob, codec, values, stream);
   }
-  void decompress_columns(const Blob& blob, const Codec& codec, Tensor& values, int64_t first, int64_t length) const {
-    if (values.size(0) == 1) {
-      decompress(blob, codec, bytes_of(values) + first * item_size(values.scalar_type()));
-      return;
-    }
-    const std::array<int64_t, 2> size = {values.size(0), length};
-    const Tensor decoded = empty(size, values.scalar_type(), values);
-    decompress(blob, codec, decoded.mutable_data_ptr());
-    Tensor columns = torch::stable::narrow(values, 1, first, length);
-    torch::stable::copy_(columns, decoded);
+  void compress_runs(const Tensor& x, int64_t places, const std::vector<CodedRun>& runs) const {
+    cuda::compress_runs(x.const_data_ptr(), places, runs.data(), int(runs.size()), stream);
+  }
+  void decompress_runs(const std::vector<CodedRun>& runs, int64_t places, Tensor& values) const {
+    cuda::decompress_runs(runs.data(), int(runs.size()), places, values.mutable_data_ptr(), stream);
   }
   // What is out of range is found on the device.
   bool pack_integers(const void* values, const Integers& integers, uint8_t* packed) const {
@@ -159,29 +172,6 @@ Tensor compress_integers(const Device& device, const Tensor& x, int64_t bits) {
 }
 
 template <class Device>
-void compress_runs(const Device& device, const Tensor& x, const Codec& codec, const std::vector<Run>& runs,
-                   uint8_t* data) {
-  const Tensor source = as_contiguous(x);
-  const int itemsize = item_size(x.scalar_type());
-  const int64_t row = count_places(runs) * codec.group_size, rows = x.numel() / row;
-  const auto* from = static_cast<const uint8_t*>(source.const_data_ptr());
-  for (size_t index = 0; index < runs.size(); ++index) {
-    const Run& run = runs[index];
-    const int64_t length = run.count * codec.group_size;
-    const bool is_whole = length == row || rows == 1;
-    const Strided values = {from + run.first * codec.group_size * itemsize,
-                            rows * length,
-                            is_whole ? 1 : 2,
-                            {is_whole ? rows * length : rows, length},
-                            {is_whole ? 1 : row, 1}};
-    const Codec of = of_run(codec, run, index);
-    const Layout layout = lay_out(of, x.scalar_type(), values.numel, data);
-    device.compress(values, of, layout.blob);
-    data += layout.nbytes;
-  }
-}
-
-template <class Device>
 Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const std::optional<Tensor>& mask,
                 std::string_view rounding, std::string_view by_place) {
   const ScalarType dtype = x.scalar_type();
@@ -210,7 +200,7 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
   Tensor blob = empty_bytes(float_nbytes + packed_nbytes(mask_integers), x);
   uint8_t* data = bytes_of(blob);
   if (numel && !runs.empty()) {
-    compress_runs(device, x, codec, runs, data);
+    device.compress_runs(as_contiguous(x), count_places(runs), to_coded(codec, dtype, numel, runs, data));
   } else if (numel) {
     Tensor source = x;
     std::optional<Strided> values = to_strided(source);
@@ -222,21 +212,6 @@ Tensor compress(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed,
   }
   if (mask_integers.numel) device.pack_integers(mask_bytes->const_data_ptr(), mask_integers, data + float_nbytes);
   return blob;
-}
-
-template <class Device>
-void decompress_runs(const Device& device, uint8_t* data, const Codec& codec, const std::vector<Run>& runs,
-                     Tensor& result) {
-  const int64_t row = count_places(runs) * codec.group_size;
-  const std::array<int64_t, 2> size = {result.numel() / row, row};
-  Tensor matrix = torch::stable::view(result, size);
-  for (size_t index = 0; index < runs.size(); ++index) {
-    const Codec of = of_run(codec, runs[index], index);
-    const int64_t length = runs[index].count * codec.group_size;
-    const Layout layout = lay_out(of, result.scalar_type(), size[0] * length, data);
-    device.decompress_columns(layout.blob, of, matrix, runs[index].first * codec.group_size, length);
-    data += layout.nbytes;
-  }
 }
 
 template <class Device>
@@ -272,7 +247,7 @@ Tensor decompress(const Tensor& blob, IntHeaderOnlyArrayRef size, ScalarType dty
   check_nbytes(runs_nbytes(codec, dtype, numel, runs));
   Tensor result = empty(size, dtype, blob);
   if (numel && !runs.empty()) {
-    decompress_runs(device, data, codec, runs, result);
+    device.decompress_runs(to_coded(codec, dtype, numel, runs, data), count_places(runs), result);
   } else if (numel) {
     device.decompress(lay_out(codec, dtype, numel, data).blob, codec, result.mutable_data_ptr());
   }

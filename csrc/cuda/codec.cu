@@ -3,32 +3,21 @@
 // The arithmetic is csrc/codec.h's and must not be contracted into multiply-adds: compile with --fmad=false.
 #include "codes.cuh"
 #include "group.cuh"
+#include "ways.cuh"
 
 namespace gact::cuda {
 namespace {
 
-// Sections of a blob, and whether the lanes' accesses to them are aligned.
-struct Sections {
-  uint8_t* codes;
-  uint8_t* minimum;
-  uint8_t* step;
-  bool codes_aligned, minimum_aligned, step_aligned;
-};
-
-struct Parameters {
-  int bits;
-  bool to_nearest;
-  uint32_t seed_key;
-};
-
 // ---- Kernels -----------------------------------------------------------------------------------------------------
 
-template <class Format, int kRun>
-__global__ void __launch_bounds__(kThreads, kBlocksWhereCompressing<typename Format::Bits, kRun>)
-    compress_groups(Rows rows, Groups groups, Sections blob, Parameters parameters) {
+template <class Format, int kRun, class Way>
+__global__ void __launch_bounds__(kThreads, kBlocksWhereCompressing<typename Format::Bits, kRun> - Way::kFewerBlocks)
+    compress_groups(Rows rows, Groups groups, Way ways) {
   using Bits = typename Format::Bits;
-  const int bits = parameters.bits;
-  for_each_group<kRun>(groups, [&](const Place<kRun>& place) {
+  for_each_group<kRun>(groups, [&](Place<kRun> place) {
+    int64_t index;
+    const Whole& way = ways.find(place.group, index);
+    const int bits = way.bits;
     Elements<Bits, kRun> elements;
     elements.load(rows, groups, place);
 
@@ -43,13 +32,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksWhereCompressing<typename For
 
     const auto scale = irregular ? irregular_scale(metadata, bits) : regular_scale(metadata, bits);
     const auto factor = inverse(scale.step);
-    const uint32_t key = group_key(parameters.seed_key, uint64_t(place.group), metadata.minimum, metadata.step);
+    const uint32_t key = group_key(way.seed_key, uint64_t(index), metadata.minimum, metadata.step);
     const auto quantize_regular = [&](Bits element, int32_t noise) {
       const int32_t code = quantize(Format::decode(element), scale.minimum, factor, noise);
       return code < scale.levels ? code : scale.levels;
     };
     Codes<kRun> codes;
-    if (irregular || parameters.to_nearest) {
+    if (irregular || way.to_nearest) {
 #pragma unroll 1
       for (int index = 0; index < elements.kQuads; ++index) {
         uint32_t quad[elements.kQuadWords], word = 0;
@@ -58,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksWhereCompressing<typename For
         for (int i = 0; i < 4; ++i) {
           const auto element = get_item<Bits>(quad, i);
           const int32_t noise =
-              parameters.to_nearest ? kHalf : noise_behind<Rounding::kStochastic>(key, place.within(4 * index), i);
+              way.to_nearest ? kHalf : noise_behind<Rounding::kStochastic>(key, place.within(4 * index), i);
           const int32_t code = irregular ? quantize_irregular<Format>(element, scale, factor, metadata.step, noise)
                                          : quantize_regular(element, noise);
           word |= uint32_t(code) << 8 * i;
@@ -71,27 +60,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksWhereCompressing<typename For
       });
     }
     codes.clear_padding(groups, place);
-    codes.pack(bits, blob.codes + place.group * (groups.segment() * bits), blob.codes_aligned, place);
+    codes.pack(bits, way.blob.codes + index * (groups.segment() * bits), way.blob.codes_aligned, place);
     if (place.lane == 0) {
-      store_value(blob.minimum + place.group * int(sizeof(Bits)), metadata.minimum, blob.minimum_aligned);
-      store_value(blob.step + place.group * 2, metadata.step, blob.step_aligned);
+      store_value(way.blob.minimum + index * int(sizeof(Bits)), metadata.minimum, way.blob.minimum_aligned);
+      store_value(way.blob.step + index * 2, metadata.step, way.blob.step_aligned);
     }
   });
 }
 
 // `rounding`: dither, or any other.
-template <class Format, int kRun, Rounding rounding>
+template <class Format, int kRun, Rounding rounding, class Way>
 __global__ void __launch_bounds__(kThreads, kBlocksWhereDecompressing)
-    decompress_groups(Sections blob, Groups groups, Parameters parameters, void* values, bool wide) {
+    decompress_groups(Groups groups, Way ways, void* values, bool wide) {
   using Bits = typename Format::Bits;
-  const int bits = parameters.bits;
-  for_each_group<kRun>(groups, [&](const Place<kRun>& place) {
+  for_each_group<kRun>(groups, [&](Place<kRun> place) {
+    int64_t index;
+    const Whole& way = ways.find(place.group, index);
+    const int bits = way.bits;
     Codes<kRun> codes;
-    codes.unpack(bits, blob.codes + place.group * (groups.segment() * bits), blob.codes_aligned, place);
+    codes.unpack(bits, way.blob.codes + index * (groups.segment() * bits), way.blob.codes_aligned, place);
     const Metadata<Format> metadata{
-        load_value<Bits>(blob.minimum + place.group * int(sizeof(Bits)), blob.minimum_aligned),
-        load_value<uint16_t>(blob.step + place.group * 2, blob.step_aligned)};
-    const uint32_t key = group_key(parameters.seed_key, uint64_t(place.group), metadata.minimum, metadata.step);
+        load_value<Bits>(way.blob.minimum + index * int(sizeof(Bits)), way.blob.minimum_aligned),
+        load_value<uint16_t>(way.blob.step + index * 2, way.blob.step_aligned)};
+    const uint32_t key = group_key(way.seed_key, uint64_t(index), metadata.minimum, metadata.step);
     const bool irregular = metadata.step & kIrregular;
     const auto scale = irregular ? irregular_scale(metadata, bits) : regular_scale(metadata, bits);
     const auto step = fine_step<rounding>(scale.step);
@@ -180,14 +171,11 @@ Rows rows_of(const Strided& values, const Codec& codec) {
   return rows;
 }
 
-template <class Format, int kRun>
-Sections sections_of(const Blob& blob) {
-  return {blob.codes,
-          blob.minimum,
-          blob.step,
-          is_aligned(blob.codes, kRun),
-          is_aligned(blob.minimum, sizeof(typename Format::Bits)),
-          is_aligned(blob.step, sizeof(uint16_t))};
+template <class Format, int kRun, class Way>
+void launch_decompress(const Groups& groups, const Way& ways, Rounding rounding, void* values, void* stream) {
+  const auto kernel = rounding == Rounding::kDither ? decompress_groups<Format, kRun, Rounding::kDither, Way>
+                                                    : decompress_groups<Format, kRun, Rounding::kNearest, Way>;
+  launch(kernel, groups, stream, groups, ways, values, is_aligned(values, 16));
 }
 
 // Calls `function` with the source's format and the length of a lane's runs: sixteen bytes, but four elements at least,
@@ -218,35 +206,50 @@ bool reads(const Strided& values, const Codec&) {
 
 void compress(const Strided& values, const Codec& codec, const Blob& blob, void* stream) {
   const Rows rows = rows_of(values, codec);
-  const uint32_t key = seed_key(codec.seed);
-  const bool to_nearest = codec.rounding == Rounding::kNearest;
   if (codec.bits == kBFloat16Bits) {
     const Groups groups(blob.numel, codec.group_size, kFloat32Run);
+    const bool to_nearest = codec.rounding == Rounding::kNearest;
     launch(to_nearest ? compress_to_bfloat16<Rounding::kNearest> : compress_to_bfloat16<Rounding::kStochastic>, groups,
-           stream, rows, groups, blob.codes, is_aligned(blob.codes, 8), key);
-    return;
-  }
-  dispatch(codec, [&](auto format, auto run) {
-    const Groups groups(blob.numel, codec.group_size, run);
-    launch(compress_groups<decltype(format), run>, groups, stream, rows, groups,
-           sections_of<decltype(format), run>(blob), Parameters{codec.bits, to_nearest, key});
-  });
-}
-
-void decompress(const Blob& blob, const Codec& codec, void* values, void* stream) {
-  const bool wide = is_aligned(values, 16);
-  if (codec.bits == kBFloat16Bits) {
-    const Groups groups(blob.numel, codec.group_size, kFloat32Run);
-    launch(decompress_from_bfloat16, groups, stream, blob.codes, is_aligned(blob.codes, 8), groups, values, wide);
+           stream, rows, groups, blob.codes, is_aligned(blob.codes, 8), seed_key(codec.seed));
     return;
   }
   dispatch(codec, [&](auto format, auto run) {
     using Format = decltype(format);
     const Groups groups(blob.numel, codec.group_size, run);
-    const auto kernel = codec.rounding == Rounding::kDither ? decompress_groups<Format, run, Rounding::kDither>
-                                                            : decompress_groups<Format, run, Rounding::kNearest>;
-    const Parameters parameters{codec.bits, codec.rounding == Rounding::kNearest, seed_key(codec.seed)};
-    launch(kernel, groups, stream, sections_of<Format, run>(blob), groups, parameters, values, wide);
+    launch(compress_groups<Format, run, Whole>, groups, stream, rows, groups, way_of<Format, run>(codec, blob));
+  });
+}
+
+void decompress(const Blob& blob, const Codec& codec, void* values, void* stream) {
+  if (codec.bits == kBFloat16Bits) {
+    const Groups groups(blob.numel, codec.group_size, kFloat32Run);
+    launch(decompress_from_bfloat16, groups, stream, blob.codes, is_aligned(blob.codes, 8), groups, values,
+           is_aligned(values, 16));
+    return;
+  }
+  dispatch(codec, [&](auto format, auto run) {
+    using Format = decltype(format);
+    const Groups groups(blob.numel, codec.group_size, run);
+    launch_decompress<Format, run>(groups, way_of<Format, run>(codec, blob), codec.rounding, values, stream);
+  });
+}
+
+void compress_runs(const void* values, int64_t places, const CodedRun* runs, int count, void* stream) {
+  dispatch(runs->codec, [&](auto format, auto run) {
+    using Format = decltype(format);
+    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways) {
+      const Rows rows = rows_of({values, groups.numel, 1, {groups.numel}, {1}}, runs->codec);
+      launch(compress_groups<Format, run, ByPlace>, groups, stream, rows, groups, ways);
+    });
+  });
+}
+
+void decompress_runs(const CodedRun* runs, int count, int64_t places, void* values, void* stream) {
+  dispatch(runs->codec, [&](auto format, auto run) {
+    using Format = decltype(format);
+    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways) {
+      launch_decompress<Format, run>(groups, ways, runs->codec.rounding, values, stream);
+    });
   });
 }
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from gact_fx import ops
 from gact_fx.codec import reference
+from gact_fx.codec.by_place import count_places
 
 needs_kernels = pytest.mark.skipif(
     not (torch.cuda.is_available() and ops.has_compiled_kernels("cuda")),
@@ -105,6 +106,21 @@ def relayout(x: torch.Tensor, how: str) -> torch.Tensor:
     else:
         return x
     return view.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_widths_by_place(dtype: torch.dtype) -> None:
+    """Of one row and of many, and more runs than a kernel takes."""
+    for by_place in ("8 4x2 2x13", "1x3 8 5x60", " ".join(["2", "7x2"] * 40)):
+        for rows, group_size in ((1, 32), (37, 64), (3, 256)):
+            x = inputs(rows * count_places(by_place) * group_size, dtype, 3)
+            for rounding in ROUNDINGS:
+                code = (1, group_size, 5 << 40)
+                blob = compress(x.cuda(), *code, None, rounding, by_place)
+                assert torch.equal(blob.cpu(), reference.compress(x, *code, None, rounding, by_place))
+                values = decompress(blob, x.shape, dtype, *code, rounding, by_place).cpu()
+                exact = reference.decompress(blob.cpu(), x.shape, dtype, *code, rounding, by_place)
+                assert torch.equal(values.view(torch.uint8), exact.view(torch.uint8))
 
 
 def test_unaligned_blobs() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from test_cuda import arguments, round_trip
 
 from gact_fx.codec import reference
+from gact_fx.codec.by_place import count_places, runs_of, written
 from gact_fx.codec.layout import blob_nbytes, group_count, metadata_nbytes
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,8 @@ class Emulation:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        for name in ("compress", "decompress", "pack_integers", "unpack_integers", "disagree"):
+        names = ("compress", "decompress", "compress_runs", "decompress_runs", "pack_integers", "unpack_integers")
+        for name in (*names, "disagree"):
             getattr(self._library, name).restype = ctypes.c_char_p
         self._library.reads.restype = ctypes.c_bool
 
@@ -75,6 +77,31 @@ class Emulation:
             return message
 
         return _write(numel * dtype.itemsize, offset * dtype.itemsize, call).view(dtype)
+
+    def compress_by_place(
+        self, x: torch.Tensor, group_size: int, seed: int, rounding: str, by_place: str, offset: int = 0
+    ) -> torch.Tensor:
+        """The blobs of the runs, one behind the other, ``offset`` bytes behind an aligned address."""
+        nbytes = blob_nbytes(x.numel(), x.dtype, 1, group_size, by_place=by_place)
+
+        def call(blob: int) -> bytes | None:
+            runs = _runs(blob, x.numel(), x.dtype, group_size, seed, rounding, by_place)
+            message: bytes | None = self._library.compress_runs(_pointer(x.data_ptr()), *runs)
+            return message
+
+        return _write(nbytes, offset, call)
+
+    def decompress_by_place(
+        self, blob: torch.Tensor, x: torch.Tensor, group_size: int, seed: int, rounding: str, by_place: str
+    ) -> torch.Tensor:
+        """The elements, as many and of the dtype as ``x`` has, 1-D."""
+
+        def call(values: int) -> bytes | None:
+            runs = _runs(blob.data_ptr(), x.numel(), x.dtype, group_size, seed, rounding, by_place)
+            message: bytes | None = self._library.decompress_runs(_pointer(values), *runs)
+            return message
+
+        return _write(x.nbytes, 0, call).view(x.dtype)
 
     def pack_integers(self, x: torch.Tensor, bits: int, is_mask: bool = False, offset: int = 0) -> torch.Tensor:
         def call(packed: int) -> bytes | None:
@@ -128,6 +155,33 @@ def _sections(blob: int, numel: int, dtype: torch.dtype, bits: int, group_size: 
     minimum = blob + groups * group_size * bits // 8
     step = minimum + (groups * dtype.itemsize if metadata_nbytes(dtype, bits) else 0)
     return _pointer(blob), _pointer(minimum), _pointer(step)
+
+
+def _runs(
+    blob: int, numel: int, dtype: torch.dtype, group_size: int, seed: int, rounding: str, by_place: str
+) -> tuple[object, ...]:
+    """Return rows, groups of a row, the codec; of every run where it begins, its length, width and sections."""
+    places, runs = count_places(by_place), runs_of(by_place)
+    rows = numel // (places * group_size)
+    sections: list[ctypes.c_void_p] = []
+    for run in runs:
+        run_numel = rows * run.count * group_size
+        sections += _sections(blob, run_numel, dtype, run.bits, group_size)
+        blob += blob_nbytes(run_numel, dtype, run.bits, group_size)
+    longs, ints = ctypes.c_int64 * len(runs), ctypes.c_int * len(runs)
+    return (
+        ctypes.c_int64(rows),
+        ctypes.c_int64(places),
+        _enum(SOURCES, dtype),
+        _enum(ROUNDINGS, rounding),
+        group_size,
+        ctypes.c_uint64(seed % 2**64),
+        len(runs),
+        longs(*(run.first for run in runs)),
+        longs(*(run.count for run in runs)),
+        ints(*(run.bits for run in runs)),
+        (ctypes.c_void_p * len(sections))(*(section.value for section in sections)),
+    )
 
 
 def _write(nbytes: int, offset: int, call: Callable[[int], bytes | None]) -> torch.Tensor:
@@ -323,6 +377,41 @@ def test_integers_out_of_range(emulation: Emulation, dtype: torch.dtype, bits: i
 def test_lanes_that_disagree_are_found(emulation: Emulation) -> None:
     assert emulation.disagree(True) == "a lane ended while others of its warp wait for it"
     assert emulation.disagree(False) == "lanes of a warp wait at different collectives"
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
+    # More runs than a kernel takes, too.
+    runs=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=40),
+    rows=st.integers(1, 5),
+    dtype=st.sampled_from(SOURCES),
+    group_size=st.sampled_from(GROUP_SIZES[:4]),
+    rounding=st.sampled_from(ROUNDINGS),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(0, 17),
+)
+def test_widths_by_place(
+    emulation: Emulation,
+    kinds: list[str],
+    runs: list[tuple[int, int]],
+    rows: int,
+    dtype: torch.dtype,
+    group_size: int,
+    rounding: str,
+    seed: int,
+    offset: int,
+) -> None:
+    by_place = written(runs)
+    numel = rows * count_places(by_place) * group_size
+    x = inputs(numel // 32, 32, dtype, seed % 1000, kinds)[:numel]
+    code = (1, group_size, seed)
+    expected = reference.compress(x, *code, None, rounding, by_place)
+    blob = emulation.compress_by_place(x, group_size, seed, rounding, by_place, offset)
+    assert torch.equal(blob, expected)
+    shifted = torch.cat([torch.zeros(offset, dtype=torch.uint8), blob])[offset:]
+    values = emulation.decompress_by_place(shifted, x, group_size, seed, rounding, by_place)
+    exact = reference.decompress(blob, x.shape, dtype, *code, rounding, by_place)
+    assert torch.equal(values.view(torch.uint8), exact.view(torch.uint8))
 
 
 def test_what_the_tests_on_a_gpu_call_runs_on_the_cpu() -> None:

@@ -1,6 +1,7 @@
 // A C interface to the emulated kernels, for ctypes. Every function returns null, or a message of what went wrong.
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "../../../csrc/kernels.h"
 #include "cuda_runtime.h"
@@ -42,6 +43,19 @@ gact::Strided strided(const void* data, int64_t numel, int rank, const int64_t* 
   return values;
 }
 
+// Of every row `places` groups; the runs' sections lie in `blobs`, three each.
+std::vector<gact::CodedRun> runs_of(int source, int rounding, int group_size, uint64_t seed, int64_t rows, int count,
+                                    const int64_t* first, const int64_t* places, const int* bits, uint8_t** blobs) {
+  std::vector<gact::CodedRun> runs;
+  for (int i = 0; i < count; ++i) {
+    runs.push_back({first[i],
+                    places[i],
+                    codec_of(source, rounding, bits[i], group_size, seed + uint64_t(i)),
+                    {blobs[3 * i], blobs[3 * i + 1], blobs[3 * i + 2], rows * places[i] * group_size}});
+  }
+  return runs;
+}
+
 }  // namespace
 
 extern "C" {
@@ -64,6 +78,24 @@ const char* decompress(void* values, int64_t numel, int source, int rounding, in
   return message_of([&] {
     gact::cuda::decompress({codes, minimum, step, numel}, codec_of(source, rounding, bits, group_size, seed), values,
                            nullptr);
+  });
+}
+
+const char* compress_runs(const void* values, int64_t rows, int64_t row, int source, int rounding, int group_size,
+                          uint64_t seed, int count, const int64_t* first, const int64_t* places, const int* bits,
+                          uint8_t** blobs) {
+  return message_of([&] {
+    const auto runs = runs_of(source, rounding, group_size, seed, rows, count, first, places, bits, blobs);
+    gact::cuda::compress_runs(values, row, runs.data(), count, nullptr);
+  });
+}
+
+const char* decompress_runs(void* values, int64_t rows, int64_t row, int source, int rounding, int group_size,
+                            uint64_t seed, int count, const int64_t* first, const int64_t* places, const int* bits,
+                            uint8_t** blobs) {
+  return message_of([&] {
+    const auto runs = runs_of(source, rounding, group_size, seed, rows, count, first, places, bits, blobs);
+    gact::cuda::decompress_runs(runs.data(), count, row, values, nullptr);
   });
 }
 
