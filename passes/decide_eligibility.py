@@ -14,6 +14,7 @@ from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import channels_last_nodes
 from gact_fx.graphs.edit import ancestors, is_float, numel
+from gact_fx.graphs.operator_table import FUSED_ATTENTION
 from gact_fx.graphs.operators import name_of
 from gact_fx.graphs.sizes import SizeBuilder, hint, is_same
 from gact_fx.passes.bound_indices import bits_of, packable_range
@@ -37,7 +38,6 @@ from gact_fx.passes.find_standardizations import find_standardizations
 from gact_fx.passes.graph_analysis import GraphAnalysis, memory_order, steps_of_rows
 from gact_fx.passes.merge_masks import find_merge
 from gact_fx.passes.pipeline import Context
-from gact_fx.passes.recompute_attention import FORWARD as ATTENTION
 from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
@@ -190,7 +190,7 @@ class _Decisions:
         self._paid.update(needed)
         statistics = tuple((name, self._statistics[name]) for name in needed)
         # Attention that is computed again has a width of its own.
-        attention = {node for node in chain if node.target is ATTENTION or node.name in self._attention}
+        attention = {node for node in chain if node.target in FUSED_ATTENTION.values() or node.name in self._attention}
         if len(read) == len(masks) and not bends(chain, starts, attention):
             return {"statistics": statistics}
         ends = straight_bases(chain, stored, self._derivable, self._masks.hosts)

@@ -7,11 +7,11 @@ from gact_fx.codec import host_copies  # noqa: F401  (register their operators)
 from gact_fx.codec.code import Code
 from gact_fx.errors import GactError
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.operator_table import FUSED_ATTENTION
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 behind = torch.ops.gact_fx.behind.default
-attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 to_host, fetch, arrive = (getattr(torch.ops.gact_fx, name).default for name in ("to_host", "fetch", "arrive"))
 
 
@@ -34,7 +34,7 @@ def verify_graphs(pair: GraphPair, saved: tuple[str, ...]) -> None:
             _require(node.name == node.target, f"{label} placeholder {node.name} has the target {node.target}")
         for node in module.graph.find_nodes(op="call_function", target=decompress):
             _require(bool(node.users), f"{label} decompresses {node.name} for nobody")
-        for node in module.graph.find_nodes(op="call_function", target=attention):
+        for node in (n for n in module.graph.nodes if n.target in FUSED_ATTENTION.values()):
             heads = [i.meta["val"] for i in node.args[:3]]
             are_dense = all(head.stride(-1) == 1 or head.shape[-1] == 1 for head in heads)
             _require(are_dense, f"{label} has {node.name} read heads whose elements lie apart")

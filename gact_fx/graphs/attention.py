@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gact_fx.graphs.operators import arguments_of, result_count
+
 # Scores that are made together, of one query at least.
 _MOST_NBYTES = 2**21
 # The first query's position, and inputs -> results.
@@ -48,6 +50,44 @@ def attention_backward(
     run = partial(_backward, scale, is_causal)
     of_query, of_key, of_value = _in_pieces(run, pieces, query, key, value, mask, grad, output, logsumexp)
     return of_query, of_key.unflatten(1, (groups[0], -1)).sum(2), of_value.unflatten(1, (groups[1], -1)).sum(2)
+
+
+def spelled_attention(target: Any) -> Callable[..., tuple[Any, ...]]:
+    """One of PyTorch's operators of fused attention, ``target``, as `attention`; its other results are None."""
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = arguments_of(target, args, kwargs)
+        inputs = (given["query"], given["key"], given["value"], 0.0, given["is_causal"])
+        found = attention(*inputs, **_options(given))
+        return (*found, *[None] * (result_count(target) - 2))
+
+    return run
+
+
+def spelled_attention_backward(target: Any) -> Callable[..., tuple[Any, ...]]:
+    """The backward pass ``target`` of one of them, as `attention_backward`.
+
+    A GPU's dropout is left out: its mask is nowhere but in the kernel. A mask that wants a gradient has it from
+    ``target`` itself.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = arguments_of(target, args, kwargs)
+        if given.get("grad_input_mask", [False])[-1]:
+            result: tuple[Any, ...] = target(*args, **kwargs)
+            return result
+        query = given["query"]
+        # cuDNN's has a dimension more, and that of memory-efficient attention is padded.
+        logsumexp = given["logsumexp"].flatten(2)[..., : query.shape[2]]
+        inputs = (args[0], query, given["key"], given["value"], given["out"], logsumexp, 0.0, given["is_causal"])
+        return (*attention_backward(*inputs, **_options(given)), *[None] * (result_count(target) - 3))
+
+    return run
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    mask = given["attn_bias"] if "attn_bias" in given else given.get("attn_mask")
+    return {"attn_mask": mask, "scale": given.get("scale")}
 
 
 def _attention(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 
-from gact_fx.graphs.attention import attention, attention_backward
+from gact_fx.graphs.attention import spelled_attention, spelled_attention_backward
+from gact_fx.graphs.operator_table import FUSED_ATTENTION
 from gact_fx.graphs.recurrent_layer import differentiable_backward
 
 aten = torch.ops.aten
@@ -25,9 +26,10 @@ class GraphInterpreter(fx.Interpreter):
     ignore the seed and draw anew), so that forward and a backward that draws them again agree. They are not the same
     numbers as those of the compiled code.
 
-    With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention on
-    the CPU, which have no second derivative, are spelled out. So is the backward of normalisation: to PyTorch's second
-    derivative the saved mean and deviation are functions of the input, but they are inputs of their own.
+    With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention,
+    which have no second derivative, are spelled out, attention without its dropout. So is the backward of
+    normalisation: to PyTorch's second derivative the saved mean and deviation are functions of the input, but they are
+    inputs of their own.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
@@ -92,7 +94,7 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.copy.default": lambda to, source, non_blocking=False: source.expand_as(to).to(to.dtype),
     # In a backward graph it is there for the bookkeeping of the first derivative.
     "aten.detach.default": lambda x: x,
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+    **{str(op): spelled_attention(op) for op in FUSED_ATTENTION.values()},
+    **{str(op): spelled_attention_backward(op) for op in FUSED_ATTENTION},
     "gact_fx.recurrent_layer_backward.default": differentiable_backward,
 }

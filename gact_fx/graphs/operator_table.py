@@ -50,6 +50,15 @@ STATISTICS: dict[object, tuple[int, ...]] = {
     aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
     aten._scaled_dot_product_cudnn_attention: (1,), torch.ops.gact_fx.linear_cross_entropy: (0, 1),
 }  # fmt: skip
+# Fused attention's backward and its forward: on the CPU; on a GPU in half precision; there with masks, or in float32;
+# and cuDNN's. Their schemas name alike what they share.
+FUSED_ATTENTION: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_backward.default: aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default: aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default: aten._scaled_dot_product_cudnn_attention.default,
+}  # fmt: skip
 # Of several results these, by position, are the mean of every channel and 1 / deviation.
 BATCH_NORMS: dict[object, tuple[int, int]] = {
     aten._native_batch_norm_legit_functional: (1, 2), aten.native_batch_norm: (1, 2),

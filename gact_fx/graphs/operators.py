@@ -6,6 +6,7 @@ what it is), ``OpOverload._opname`` and ``_schema`` (public would be the same wi
 ``torch._assert_async`` (public would be an assertion that does not wait for the device).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,26 @@ def returns_alias(target: Any) -> bool:
 def writes(target: Any) -> bool:
     """Whether an operator writes to an argument, as its schema says."""
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operator, by name; what is not given has its default."""
+    arguments = target._schema.arguments
+    names = (argument.name for argument in arguments)
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def call_with(target: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of an operator, by position and by name, that takes its own out of ``given``."""
+    arguments = target._schema.arguments
+    args = tuple(given[argument.name] for argument in arguments if not argument.kwarg_only)
+    return args, {argument.name: given[argument.name] for argument in arguments if argument.kwarg_only}
+
+
+def result_count(target: Any) -> int:
+    """How many results an operator has."""
+    return len(target._schema.returns)
 
 
 def has_collectives(graph: fx.Graph) -> bool:

@@ -5,7 +5,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
-from gact_fx.passes.recompute_attention import BACKWARD, FORWARD
+from gact_fx.graphs.operator_table import FUSED_ATTENTION
+
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FORWARD = FUSED_ATTENTION[BACKWARD]
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
