@@ -55,7 +55,8 @@ def _backward(
     slope = weights * (of_weights - (grad * out).float().sum(-1, keepdim=True))
     slope = slope * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     found = (slope @ key.float(), slope.mT @ query.float(), of_value)
-    of_query, of_key, of_value = (x.to(query.dtype) for x in found)
+    # Each lies in memory as what it is the gradient of.
+    of_query, of_key, of_value = (torch.empty_like(x).copy_(g) for x, g in zip((query, key, value), found, strict=True))
     return of_query, of_key, of_value
 
 
@@ -64,7 +65,8 @@ def _flash(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     out, logsumexp, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
-    sizes = (query.shape[2], key.shape[2])
+    # In memory heads lie as those of the query do.
+    out, sizes = torch.empty_like(query).copy_(out), (query.shape[2], key.shape[2])
     return out, logsumexp, None, None, *sizes, seed.view(torch.uint64), seed[0].view(torch.uint64), query.new_empty(0)
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gact_fx.graphs.operators import assert_async
 
-# Elements of a slab: 32 MiB of float32.
+# Elements of a slab: 32 MiB of float32. Of many rows a slab has as many as ``hidden``: slabs of fewer columns than that
+# make a GPU read ``hidden`` more often than anything else.
 SLAB = 2**23
 # Columns that a matrix product is worth calling for.
 _FEWEST = 256
@@ -66,7 +67,7 @@ def linear_cross_entropy(
     real = _real(hidden)
     lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
-    for start, stop in _slabs(len(target), classes):
+    for start, stop in _slabs(hidden, classes):
         z = _logits(hidden, weight, bias, start, stop) if logits is None else logits[:, start:stop]
         z = z.to(real)
         lse = torch.logaddexp(lse, z.logsumexp(1))
@@ -105,7 +106,7 @@ def linear_cross_entropy_backward(
     of_softmax = at_target + everywhere * of_all + grad_lse
     of_hidden, of_weight, of_bias = _empty_gradients(hidden, real, weight, bias, output_mask)
     of_hidden.zero_()
-    for start, stop in _slabs(len(target), classes):
+    for start, stop in _slabs(hidden, classes):
         z = _logits(hidden, weight, bias, start, stop).to(real)
         change = z.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
         inside, index = _places(row_target, start, stop)
@@ -135,8 +136,9 @@ def _real(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _slabs(rows: int, classes: int) -> Iterator[tuple[int, int]]:
-    width = max(SLAB // max(rows, 1), _FEWEST)
+def _slabs(hidden: Tensor, classes: int) -> Iterator[tuple[int, int]]:
+    rows, features = hidden.shape
+    width = max(SLAB // max(rows, 1), features, _FEWEST)
     for start in range(0, classes, width):
         yield start, min(start + width, classes)
 
