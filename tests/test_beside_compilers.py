@@ -1,6 +1,7 @@
 """torch.compile around a compiled model, ``.compile()`` after it, and torch.export: nothing is lost without a word."""
 
 import copy
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from conftest import gradients, relative_error
 from torch import nn
 
 import gact_fx
+from gact_fx.graphs import dynamo
 
 X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 
@@ -157,3 +159,28 @@ def test_inspection_looks_into_wrappers() -> None:
         gact_fx.inspect(several)
     with pytest.raises(ValueError, match="was not compiled"):
         gact_fx.inspect(Outer(Net()))
+
+
+def test_what_is_said_once_leaves_dynamos_metrics_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 writes its configuration down as JSON, and prints a traceback for a set of functions."""
+
+    @functools.lru_cache
+    def say(text: str) -> None:
+        raise AssertionError("a graph that is compiled does not say it")
+
+    class Talking(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            say("once")
+            return super().forward(x)
+
+    monkeypatch.setattr(dynamo, "_said_once", lambda: {say})
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("torch._dynamo.metrics_context"), logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    model = Talking()
+    gact_fx.compile(model, budget_bits=8, inner="eager", min_elements=64, fullgraph=True)
+    for _ in range(3):
+        model(X).sum().backward()
+    logger.removeHandler(handler)
+    assert not records

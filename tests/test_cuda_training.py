@@ -20,6 +20,7 @@ import gact_fx
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+IMAGES, TEXTS, TOKENS, VOCABULARY = (32, 8, 128, 2048) if ON_GPU else (16, 4, 32, 256)
 pytestmark = [pytest.mark.cuda]
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
 INNER = pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=on_gpu)])
@@ -75,11 +76,11 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A decoder with its loss; attention by PyTorch's operator, or ``spelled_out``."""
 
-    def __init__(self, rate: float = 0.0, spelled_out: bool = False, vocabulary: int = 2048) -> None:
+    def __init__(self, rate: float = 0.0, spelled_out: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, 128)
+        self.embed = nn.Embedding(VOCABULARY, 128)
         self.blocks = nn.ModuleList(Block(128, rate, spelled_out) for _ in range(2))
-        self.head = nn.Linear(128, vocabulary, bias=False)
+        self.head = nn.Linear(128, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens[:, :-1])
@@ -94,9 +95,9 @@ Case = tuple[nn.Module, Tensor, Callable[[nn.Module, Tensor], Tensor]]
 def build(name: str, rate: float = 0.0) -> Case:
     """A network and its batch on the device, and the loss."""
     if name == "convolutions":
-        x = torch.randn(32, 3, 32, 32, device=DEVICE)
+        x = torch.randn(IMAGES, 3, 32, 32, device=DEVICE)
         return Convolutions(rate).to(DEVICE), x, lambda model, x: model(x).square().mean()
-    tokens = torch.randint(0, 2048, (8, 129), device=DEVICE)
+    tokens = torch.randint(0, VOCABULARY, (TEXTS, TOKENS + 1), device=DEVICE)
     return Language(rate, name == "spelled out").to(DEVICE), tokens, lambda model, tokens: model(tokens)
 
 
@@ -224,7 +225,7 @@ def test_a_graph_break_and_another_batch_size() -> None:
     model = Broken().to(DEVICE)
     reference = copy.deepcopy(model)
     gact_fx.compile(model, budget_bits=8, inner="inductor" if ON_GPU else "eager")
-    for rows in (32, 32, 16, 24):
+    for rows in (IMAGES, IMAGES, 8, 12):
         x = torch.randn(rows, 3, 32, 32, device=DEVICE)
         found, exact = (gradients((each, x, lambda m, x: m(x).square().mean())) for each in (model, reference))
         assert relative_error(found, exact) < 0.02

@@ -1,4 +1,4 @@
-"""Codes in host memory between forward and backward. On the CPU the pass is forced; the GPU's test has not run yet."""
+"""Codes in host memory between forward and backward. On the CPU the pass is forced."""
 
 import copy
 import functools
