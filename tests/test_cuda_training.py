@@ -246,7 +246,9 @@ def test_the_peak_is_kept_and_measured() -> None:
             loss(each, batch).backward()
         peaks.append(peak.nbytes)
     report = gact_fx.inspect(model)
-    assert report.peak_measured == peaks[0] < peaks[1] / 1.5
+    gradients_nbytes = sum(p.nbytes for p in model.parameters())
+    assert report.peak_measured == peaks[0]
+    assert peaks[0] - gradients_nbytes < (peaks[1] - gradients_nbytes) / 1.5
     assert report.peak_predicted is not None and peaks[0] < 1.1 * report.peak_predicted
 
 
