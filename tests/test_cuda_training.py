@@ -144,13 +144,14 @@ def test_bytes_held_at_4_bits(name: str, fuse: str) -> None:
 @INNER
 def test_dropout_drops_the_same_again(inner: str) -> None:
     """What backward draws again is what forward drew: the gradient is zero where the output is."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.5)).to(DEVICE)
+    linear = nn.Linear(64, 64)
+    model = nn.Sequential(linear, nn.GELU(), nn.Dropout(0.5)).to(DEVICE)
     gact_fx.compile(model, budget_bits=4, min_elements=64, inner=inner)
     for _ in range(3):
         x = torch.randn(512, 64, device=DEVICE)
         out = model(x)
-        (found,) = torch.autograd.grad(out.sum(), model[0].bias)
-        pre = F.linear(x, model[0].weight, model[0].bias).detach().requires_grad_()
+        (found,) = torch.autograd.grad(out.sum(), linear.bias)
+        pre = F.linear(x, linear.weight, linear.bias).detach().requires_grad_()
         (slope,) = torch.autograd.grad(F.gelu(pre).sum(), pre)
         expected = (slope * (out != 0) * 2).sum(0)
         assert relative_error([found.double()], [expected.double()]) < 0.1
@@ -244,6 +245,7 @@ def test_the_peak_is_kept_and_measured() -> None:
         each.zero_grad()
         with gact_fx.measure_peak(each) as peak:
             loss(each, batch).backward()
+        assert peak.nbytes is not None
         peaks.append(peak.nbytes)
     report = gact_fx.inspect(model)
     gradients_nbytes = sum(p.nbytes for p in model.parameters())
