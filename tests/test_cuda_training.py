@@ -29,10 +29,8 @@ INNER = pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", mark
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
     """TF32 would round an eager convolution more than 8 bits do."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 class Convolutions(nn.Module):
