@@ -67,7 +67,16 @@ def _flash(
     out, logsumexp, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
     # In memory heads lie as those of the query do.
     out, sizes = torch.empty_like(query).copy_(out), (query.shape[2], key.shape[2])
-    return out, logsumexp, None, None, *sizes, seed.view(torch.uint64), seed[0].view(torch.uint64), query.new_empty(0)
+    return (
+        out,
+        logsumexp,
+        None,
+        None,
+        *sizes,
+        seed.view(torch.uint64),
+        seed[1].clone().view(torch.uint64),
+        query.new_empty(0),
+    )
 
 
 def _flash_backward(
@@ -85,7 +94,7 @@ def _efficient(
     out, logsumexp, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     # Heads lie side by side, as the kernel writes them.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, F.pad(logsumexp, (0, -logsumexp.shape[-1] % PADDING), value=math.inf), seed[0], seed[1]
+    return out, F.pad(logsumexp, (0, -logsumexp.shape[-1] % PADDING), value=math.inf), seed[0].clone(), seed[1].clone()
 
 
 def _efficient_backward(

@@ -59,19 +59,26 @@ def test_backward_computes_the_logsumexp_again(trace: Trace, kind: str, rate: fl
     assert not any("not linear" in decision.reason for decision in analysis.encodings)
 
 
-@KINDS
-@RATES
-@pytest.mark.parametrize(("scale", "is_causal"), [(1.0, True), (8.0, False)])
-def test_gradients_stay_close(kind: str, rate: float, scale: float, is_causal: bool) -> None:
-    model = Layers(kind, rate, scale, is_causal)
+def errors(model: Layers, inner: str) -> list[float]:
+    """Of the gradients of three steps at 8 bits, against eager PyTorch that drops the same."""
     reference, x = copy.deepcopy(model), torch.randn(8, 50, 32)
-    gact_fx.compile(model, budget_bits=8, inner="eager", min_elements=64)
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=64)
+    found = []
     for step in range(3):
         for each in (model, reference):
             each.zero_grad()
             torch.manual_seed(step)
             each(x).backward()
-        assert relative_error(gradients(model), gradients(reference)) < 0.03
+        found.append(relative_error(gradients(model), gradients(reference)))
+    return found
+
+
+@KINDS
+@RATES
+@pytest.mark.parametrize(("scale", "is_causal"), [(1.0, True), (8.0, False)])
+def test_gradients_stay_close(kind: str, rate: float, scale: float, is_causal: bool) -> None:
+    model = Layers(kind, rate, scale, is_causal)
+    assert max(errors(model, "eager")) < 0.03
     rows = [row for row in gact_fx.inspect(model).rows if row.encoding == "quantize"]
     assert rows and all(row.sensitivity is not None and row.sensitivity < float("inf") for row in rows)
 
@@ -80,12 +87,5 @@ def test_gradients_stay_close(kind: str, rate: float, scale: float, is_causal: b
 @KINDS
 @RATES
 def test_gradients_stay_close_under_inductor(kind: str, rate: float) -> None:
-    model = Layers(kind, rate)
-    reference, x = copy.deepcopy(model), torch.randn(8, 50, 32)
-    gact_fx.compile(model, budget_bits=8, min_elements=64)
-    for step in range(3):
-        for each in (model, reference):
-            each.zero_grad()
-            torch.manual_seed(step)
-            each(x).backward()
-    assert relative_error(gradients(model), gradients(reference)) < 0.03
+    # Inductor draws its own numbers while the first steps are measured.
+    assert errors(Layers(kind, rate), "inductor")[-1] < 0.03
