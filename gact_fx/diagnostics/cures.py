@@ -38,6 +38,7 @@ _REMEDIES = (
     ("under this budget", "a smaller budget rounds it"),
     ("shares its memory", "the remedy of that tensor, or a clone"),
     ("not linear|backward compares it|more of its codes|has collectives|pole|decisions that backward", _CHECKPOINT),
+    ("could not be measured", _CHECKPOINT),
     ("does not round", "none: gact_fx rounds floating-point tensors of 16 to 64 bits"),
 )
 

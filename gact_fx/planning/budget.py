@@ -172,7 +172,11 @@ def _why_exact(item: Item) -> str:
     """Why no code would do, '' where one would."""
     if item.sensitivity is None and item.how.unknown:
         return f"{item.how.unknown} reads it, which gact_fx does not know, and it was not measured"
-    return item.sensitivity.reason if item.sensitivity is not None else ""
+    if item.sensitivity is not None and item.sensitivity.reason:
+        return item.sensitivity.reason
+    if item.how.bends and (item.sensitivity is None or not item.sensitivity.squared_biases):
+        return "backward bends in it, and what rounding does there could not be measured"
+    return ""
 
 
 def _has_codes(menu: Menu) -> bool:
