@@ -99,7 +99,7 @@ def build(name: str, rate: float = 0.0) -> Case:
     return Language(rate, name == "spelled out").to(DEVICE), tokens, lambda model, tokens: model(tokens)
 
 
-NETWORKS = ("convolutions", "attention", "spelled out")
+NETWORKS = ("convolutions", "attention", pytest.param("spelled out", marks=on_gpu))
 
 
 def gradients(case: Case, amp: torch.dtype | None = None) -> list[Tensor]:
@@ -191,7 +191,8 @@ def test_training_with_an_optimizer(mode: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-@INNER
+@on_gpu
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_fp16_with_a_gradient_scaler(inner: str) -> None:
     model, batch, loss = build("attention")
     reference = copy.deepcopy(model)
