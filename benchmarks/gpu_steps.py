@@ -69,12 +69,12 @@ def _build(seconds: float) -> list[Command]:
 
 def cuda_tests() -> list[str]:
     """The files of tests that need a GPU."""
-    files = sorted((ROOT / "tests").rglob("test_cuda*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path) for path in files if "pytest.mark.cuda" in path.read_text()]
 
 
 def _pytest(*arguments: str) -> Command:
-    settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
+    settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-m", "cuda")
     return (PYTHON, "-m", "pytest", "-q", *settings, *arguments, *cuda_tests())
 
 

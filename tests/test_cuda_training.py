@@ -253,16 +253,6 @@ def test_the_peak_is_kept_and_measured() -> None:
     assert report.peak_predicted is not None and peaks[0] < 1.1 * report.peak_predicted
 
 
-@on_gpu
-def test_codes_are_swapped_to_the_host() -> None:
-    model, batch, loss = build("attention")
-    exact = gradients((copy.deepcopy(model), batch, loss))
-    gact_fx.compile(model, budget_bits=8, swap=True)
-    for _ in range(3):
-        assert relative_error(gradients((model, batch, loss)), exact) < 0.01
-    assert any("moved to host memory" in row.reason for row in gact_fx.inspect(model).rows)
-
-
 @pytest.mark.parametrize("seed", range(3 if ON_GPU else 1))
 def test_random_programs(seed: int) -> None:
     with torch.device(DEVICE):

@@ -126,7 +126,8 @@ def test_commands_name_files_that_exist() -> None:
             for argument in command[1:]:
                 if argument.endswith((".py", ".sh", ".toml")):
                     assert (gpu_steps.ROOT / argument).exists(), argument
-    assert [Path(path).name for path in gpu_steps.cuda_tests()] == ["test_cuda.py", "test_cuda_training.py"]
+    names = ["test_cuda.py", "test_swap_codes.py", "test_cuda_training.py"]
+    assert [Path(path).name for path in gpu_steps.cuda_tests()] == names
 
 
 def test_without_transformers_a_network_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

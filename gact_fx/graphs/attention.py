@@ -86,8 +86,7 @@ def spelled_attention_backward(target: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    mask = given["attn_bias"] if "attn_bias" in given else given.get("attn_mask")
-    return {"attn_mask": mask, "scale": given.get("scale")}
+    return {"attn_mask": given.get("attn_bias", given.get("attn_mask")), "scale": given["scale"]}
 
 
 def _attention(

@@ -69,7 +69,7 @@ def compile_apart(
     def call(*args: Any, **kwargs: Any) -> Any:
         config = torch._dynamo.config
         limit = (generation if is_held_back else 1) * config.recompile_limit
-        ignored = _Unwritten(config.ignore_logger_methods | silent)
+        ignored = _Unwritten([*config.ignore_logger_methods, *silent])
         allows = recurrent or config.allow_rnn
         with config.patch(recompile_limit=limit, ignore_logger_methods=ignored, allow_rnn=allows):
             return compiled(*args, **kwargs)
@@ -117,7 +117,7 @@ def _said_once() -> set[Callable[..., Any]]:
 class _Unwritten(dict[Any, Any]):
     """A set of functions that Dynamo can write down as JSON, empty: torch 2.11 reports that a set cannot be written."""
 
-    def __init__(self, functions: Iterable[Callable[..., Any]] = ()) -> None:
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         super().__init__()
         self.functions = frozenset(functions)
 
@@ -126,9 +126,6 @@ class _Unwritten(dict[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.functions)
-
-    def __or__(self, others: Iterable[Callable[..., Any]]) -> "_Unwritten":  # type: ignore[override]
-        return _Unwritten(self.functions.union(others))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
