@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
 from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
@@ -66,8 +66,8 @@ def compile_pair(
 
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
-    """Run a graph operator by operator, freeing every value after its last use."""
-    interpreter = GraphInterpreter(graph)
+    """Run a graph operator by operator, freeing, or writing over, every value after its last use."""
+    interpreter = InPlaceInterpreter(graph)
     # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
     return boxed(lambda arguments: copy.copy(interpreter).boxed_run(arguments))
 

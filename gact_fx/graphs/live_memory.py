@@ -1,8 +1,8 @@
 """How much memory a graph needs while it runs, read off the sizes that tracing left.
 
-Operator by operator, a storage lives from the operator that makes it to the last one that reads it or a view of it.
-A compiler that fuses operators makes less: what only operators of the same kernel read is never in memory, and an
-operator may write where it reads what dies.
+Operator by operator, a storage lives from the operator that makes it to the last one that reads it or a view of it,
+which writes there if it is pointwise. A compiler that fuses operators makes less: what only operators of the same
+kernel read is never in memory.
 """
 
 import itertools
@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.operator_table import CONSTANTS, REDUCTIONS
-from gact_fx.graphs.operators import packet_of, returns_alias
-from gact_fx.graphs.sizes import hint
+from gact_fx.graphs.operators import packet_of, returns_alias, writing_form
+from gact_fx.graphs.sizes import have_same_shape, hint, is_same
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.graphs.trees import tree_leaves
 
@@ -175,8 +175,10 @@ class _Walk:
 
     def _written_over(self, node: fx.Node, new: dict[int, int], dying: list[int]) -> list[int]:
         """The storages of those that die here that are written over, rather than freed."""
+        if not self._fused:
+            return self._written_in_place(node, dying)
         is_writer = packet_of(node) in WRITERS
-        if not self._fused or (is_of_library(node) and not is_writer):
+        if is_of_library(node) and not is_writer:
             return []
         room, found = Counter(new.values()), []
         first = self._sizes[node.all_input_nodes[0]] if is_writer else {}
@@ -186,6 +188,15 @@ class _Walk:
                 room[self._nbytes[key]] -= 1
                 found.append(key)
         return found
+
+    def _written_in_place(self, node: fx.Node, dying: list[int]) -> list[int]:
+        """The storage that a pointwise operator writes over by itself (`gact_fx.graphs.in_place`), if there is one."""
+        if writing_form(node.target) is not None:
+            for source in node.all_input_nodes:
+                own = [key for key in self._sizes[source] if key in dying and key not in self._given]
+                if own and _are_laid_out_alike(source.meta.get("val"), node.meta["val"]):
+                    return own
+        return []
 
     def _in_order(self) -> list[fx.Node]:
         """The calls in the order in which compiled code runs them: codes, which free most, as soon as they can be."""
@@ -260,6 +271,12 @@ class _Walk:
             if node in loops and (packet in CONSTANTS or (is_short and not is_heavy)):
                 found.add(node)
         return found
+
+
+def _are_laid_out_alike(a: object, b: torch.Tensor) -> bool:
+    if not isinstance(a, torch.Tensor) or a.dtype != b.dtype or not have_same_shape(a, b):
+        return False
+    return all(is_same(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
 
 
 def _is_foreign(node: fx.Node) -> bool:

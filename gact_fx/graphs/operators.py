@@ -6,6 +6,7 @@ what it is), ``OpOverload._opname`` and ``_schema`` (public would be the same wi
 ``torch._assert_async`` (public would be an assertion that does not wait for the device).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,24 @@ def returns_alias(target: Any) -> bool:
 def writes(target: Any) -> bool:
     """Whether an operator writes to an argument, as its schema says."""
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
+@functools.cache
+def writing_form(target: Any) -> tuple[Any, str] | None:
+    """The form of a pointwise operator that writes its result to an argument, and the name of that; None without."""
+    tags = target.tags if isinstance(target, OpOverload) else ()
+    # The purpose of a clone may be its layout.
+    is_other = name_of(target) == "clone" or torch.Tag.nondeterministic_seeded in tags
+    if torch.Tag.pointwise not in tags or writes(target) or is_other:
+        return None
+    own = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    for name in target.overloadpacket.overloads():
+        other = getattr(target.overloadpacket, name)
+        results = [argument.name for argument in other._schema.arguments if argument.is_out]
+        rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
+        if len(results) == 1 and rest == own:
+            return other, results[0]
+    return None
 
 
 def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from gact_fx.graphs.edit import ancestors, dependents
+from gact_fx.graphs.in_place import find_last_reads, write_over
 from gact_fx.graphs.interpreter import GraphInterpreter
 
 Resume = Callable[[Any], list[Any]]
@@ -27,6 +28,7 @@ class Replay:
         self._nodes = list(module.graph.nodes)
         interpreter = GraphInterpreter(module)
         self._call = call or (lambda node, args, kwargs: getattr(interpreter, node.op)(node.target, args, kwargs))
+        self._last_reads = find_last_reads(module.graph) if call is None else {}
         placeholders = module.graph.find_nodes(op="placeholder")
         self.inputs = {node.name: value for node, value in zip(placeholders, arguments, strict=True)}
         self._dies = _last_uses(self._nodes)
@@ -39,13 +41,16 @@ class Replay:
 
     def evaluate(self, names: Collection[str], given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """The values of the named nodes on the recorded inputs, computing only what they need."""
-        wanted = (node for node in self._nodes if node.name in names)
+        wanted = {node for node in self._nodes if node.name in names}
         needed = ancestors(wanted, lambda node: node.name in given)
-        env: dict[fx.Node, Any] = {}
-        for node in self._nodes:
-            if node in needed:
-                self._read(node, env, given)
-        return {node.name: env[node] for node in needed if node.name in names}
+        order = [node for node in self._nodes if node in needed]
+        dies, env = _last_uses(order), dict[fx.Node, Any]()
+        for node in order:
+            self._read(node, env, given)
+            for dead in dies.get(node, ()):
+                if dead not in wanted:
+                    env.pop(dead, None)
+        return {node.name: env[node] for node in order if node in wanted}
 
     def run(self, given: Mapping[str, Any]) -> list[Any]:
         """Backward's outputs."""
@@ -60,7 +65,10 @@ class Replay:
         for node in self._nodes[:-1]:
             if node.op == "placeholder" and node not in self._positions:
                 continue
-            value = self._read(node, env, given)
+            value = self._write_over(node, env, given)
+            if value is None:
+                value = self._read(node, env, given)
+            env[node] = value
             for position in self._positions.get(node, ()):
                 yield position, value
             del value
@@ -99,6 +107,16 @@ class Replay:
         env[node] = self._value(node, env, given)
         for dead in self._dies.get(node, ()):
             env.pop(dead, None)
+
+    def _write_over(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> Any:
+        """The value of ``node`` in the place of what nobody reads after it; None where nothing is."""
+        for source, maker in self._last_reads.get(node, {}).items():
+            if not {node.name, source.name, maker.name} & given.keys():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._read(source, env, given))
+                found = write_over(node, args, kwargs, env[source])
+                if found is not None:
+                    return found
+        return None
 
     def _read(self, node: fx.Node, env: dict[fx.Node, Any], given: Mapping[str, Any]) -> Any:
         # Inputs are fetched when they are first read, so that decompressed ones live no longer than they must.

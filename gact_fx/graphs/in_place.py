@@ -1,0 +1,85 @@
+"""Writes what an operator makes over what it is the last to read, where a graph runs operator by operator.
+
+Compiled code does that anyway. Here pointwise operators do it, which may write where they read.
+"""
+
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from gact_fx.graphs.interpreter import GraphInterpreter
+from gact_fx.graphs.live_memory import LIBRARY
+from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writing_form
+from gact_fx.graphs.trees import tree_leaves
+
+# As `GraphInterpreter` runs them, they may return memory that they read, whatever their schema says.
+_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default", "gact_fx.behind.default"})
+# Functions, beside operators, whose result is memory of its own have this attribute.
+MAKES_MEMORY = "makes_memory"
+
+
+class InPlaceInterpreter(GraphInterpreter):
+    """A `GraphInterpreter` whose pointwise operators write over what nobody reads after them."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self._last_reads = find_last_reads(module.graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        for source in self._last_reads.get(n, {}):
+            found = write_over(n, args, kwargs, self.env[source])
+            if found is not None:
+                return found
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+
+def find_last_reads(graph: fx.Graph) -> Mapping[fx.Node, Mapping[fx.Node, fx.Node]]:
+    """By pointwise operator, what it is the last to read of what the graph itself made, with the call that made it."""
+    # By node, the calls, or inputs, whose memory its value may lie in.
+    makers: dict[fx.Node, frozenset[fx.Node]] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        read = frozenset[fx.Node]().union(*(makers[source] for source in node.all_input_nodes))
+        is_view = node.target is getitem or returns_alias(node.target) or str(node.target) in _VIEWS
+        makers[node] = read if is_view else frozenset({node})
+        last.update(dict.fromkeys(read, node))
+    found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+    for node in graph.nodes:
+        if writing_form(node.target) is None:
+            continue
+        for source in node.all_input_nodes:
+            maker, *others = makers[source]
+            if not others and last[maker] is node and _makes_memory(maker):
+                found.setdefault(node, {})[source] = maker
+    return found
+
+
+def write_over(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], over: Any) -> Any:
+    """What pointwise ``node`` makes of its arguments, written to ``over``, which is one of them.
+
+    None where the result would be of another type or otherwise laid out than ``over``.
+    """
+    value, form = node.meta.get("val"), writing_form(node.target)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if form is None or not isinstance(value, torch.Tensor) or any(x.requires_grad for x in tensors):
+        return None
+    is_whole = over.dtype == value.dtype and over.untyped_storage().nbytes() == over.nbytes and not over.is_conj()
+    is_alike = all(x.stride() == over.stride() for x in tensors if x.shape == over.shape)
+    if not is_whole or not is_alike or torch.broadcast_shapes(*(x.shape for x in tensors)) != over.shape:
+        return None
+    run, name = form
+    return run(*args, **kwargs, **{name: over})
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether ``node`` is known to return memory that nobody else has."""
+    if node.op != "call_function":
+        return False
+    is_own = isinstance(node.target, OpOverload) and node.target.namespace == "gact_fx"
+    is_known = is_own or packet_of(node) in LIBRARY or writing_form(node.target) is not None
+    return is_known or getattr(node.target, MAKES_MEMORY, False)
