@@ -21,12 +21,13 @@ from gact_fx.passes.choose_products import choose_products
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
 from gact_fx.passes.decide_eligibility import decide_eligibility
+from gact_fx.passes.decode_at_use import decode_at_use
 from gact_fx.passes.defer_recomputation import defer_recomputation
 from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_attention import find_attention
 from gact_fx.passes.find_plan import find_plan
 from gact_fx.passes.find_saved_tensors import find_saved_tensors
-from gact_fx.passes.fuse_codec import fuse_codec
+from gact_fx.passes.fuse_codec import fuse_codec, fuses
 from gact_fx.passes.hoist_views import hoist_views
 from gact_fx.passes.insert_compression import insert_compression
 from gact_fx.passes.lower_peak import lower_peak
@@ -77,6 +78,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
-    Pass("fuse_codec", fuse_codec, edits=BOTH, when=lambda c: c.config.inner == "inductor" and c.config.fuse != "off"),
+    Pass("fuse_codec", fuse_codec, edits=BOTH, when=fuses),
     Pass("weigh_pair", weigh_pair, gives="memory"),
+    Pass("decode_at_use", decode_at_use, edits=BACKWARD, when=lambda c: c.is_profiling),
 )

@@ -43,7 +43,7 @@ class Look:
         life = lifetimes(graph, [n for n in inputs if n in made or n.name in tangents], fused=fused)
         levels = life.levels()[1:]
         peak = max(range(len(levels)), key=levels.__getitem__, default=0)
-        return cls(graph, life, _dependents(graph, tangents), peak, max(levels, default=0))
+        return cls(graph, life, dependents_of_tangents(graph, tangents), peak, max(levels, default=0))
 
     @cached_property
     def live(self) -> tuple[Span, ...]:
@@ -54,10 +54,7 @@ class Look:
 
     def is_repeatable(self, node: fx.Node) -> bool:
         """Whether ``node`` can be computed again: it is cheap, and made of what forward has saved."""
-        is_plain = isinstance(node.target, OpOverload) or node.target is getitem
-        if node.op != "call_function" or node in self.depends or not is_plain:
-            return False
-        return node.target is decompress or not (is_of_library(node) or draws(node) or writes(node.target))
+        return node not in self.depends and is_cheap_call(node)
 
     def repeat(
         self, nodes: Iterable[fx.Node], place: fx.Node, anchor: fx.Node, twins: dict[fx.Node, fx.Node]
@@ -76,6 +73,14 @@ class Look:
                 if any(map(has_tensor, node.all_input_nodes)):
                     infer(twins[node])
         return twins
+
+
+def is_cheap_call(node: fx.Node) -> bool:
+    """Whether ``node`` decodes, or is a call without a library's work, random numbers or writes."""
+    is_plain = isinstance(node.target, OpOverload) or node.target is getitem
+    if node.op != "call_function" or not is_plain:
+        return False
+    return node.target is decompress or not (is_of_library(node) or draws(node) or writes(node.target))
 
 
 def drop_unread(nodes: Iterable[fx.Node]) -> None:
@@ -124,7 +129,7 @@ def tensor_in(span: Span) -> fx.Node | None:
     return next((n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and span.key in storages(n)), None)
 
 
-def _dependents(graph: fx.Graph, tangents: Collection[str]) -> set[fx.Node]:
+def dependents_of_tangents(graph: fx.Graph, tangents: Collection[str]) -> set[fx.Node]:
     """What is computed from ``tangents``. What is only read behind something is not computed from that."""
     found: set[fx.Node] = set()
     for node in graph.nodes:

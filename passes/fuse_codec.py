@@ -36,12 +36,16 @@ def fuse_codec(pair: GraphPair, context: Context) -> int:
     return len(found)
 
 
+def fuses(context: Context) -> bool:
+    """Whether Inductor gets the graphs, and may find operators spelled out."""
+    return context.config.inner == "inductor" and context.config.fuse != "off" and not context.is_profiling
+
+
 def is_spelled_out(node: fx.Node, context: Context) -> bool:
     """Whether ``node`` is one of the operators, and is to be replaced."""
-    config = context.config
-    if node.target not in _SPELLED_OUT or config.inner != "inductor" or config.fuse == "off":
+    if node.target not in _SPELLED_OUT or not fuses(context):
         return False
-    return config.fuse == "on" or not has_compiled_kernels(node.meta["val"].device.type)
+    return context.config.fuse == "on" or not has_compiled_kernels(node.meta["val"].device.type)
 
 
 def _inline(node: fx.Node, decompositions: Mapping[Any, Callable[..., Any]]) -> None:

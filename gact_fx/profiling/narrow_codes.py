@@ -16,6 +16,7 @@ from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import Compiled, interpret_graph, without_views
 from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.in_place import MAKES_MEMORY
 from gact_fx.passes.graph_analysis import GraphAnalysis
 
 compress = torch.ops.gact_fx.compress.default
@@ -63,4 +64,5 @@ def _decompress(width: int) -> Callable[..., Tensor]:
         found: Tensor = decompress(blob, size, dtype, bits, *rest)
         return found
 
+    setattr(narrow_decompress, MAKES_MEMORY, True)
     return narrow_decompress

@@ -90,8 +90,15 @@ class Recorder:
         """Record nothing any more."""
         self._tape, self._pending, self._stopped = None, None, True
 
-    def forward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
-        """``run``, the forward graph ``key``, watched."""
+    def forward(
+        self,
+        run: Compiled,
+        key: Hashable,
+        pair: GraphPair,
+        analysis: GraphAnalysis,
+        running: GraphPair | None = None,
+    ) -> Compiled:
+        """``run``, the forward graph ``key``, watched; ``running`` is the pair that runs, where ``pair`` is a copy."""
 
         def call(arguments: list[Any]) -> Any:
             # Checkpointing around the graph runs it again, and its first run stands for both.
@@ -104,7 +111,7 @@ class Recorder:
                 # Checkpointing, which runs forward again, compares what it saves then.
                 bits = self.narrow_bits if is_cut and not caller_has_hooks() else None
                 if bits is not None and key not in self._narrowed:
-                    self._narrowed[key] = narrowed(pair, analysis, bits)
+                    self._narrowed[key] = narrowed(running or pair, analysis, bits)
                 outputs = (run if bits is None else self._narrowed[key][0])(arguments)
             if self._tape is not None and not is_cut:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])

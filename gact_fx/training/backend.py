@@ -116,7 +116,7 @@ class Backend:
             return run
         if is_backward:
             return recorder.backward(run, key, graph.replayable, graph.analysis)
-        return recorder.forward(run, key, graph.replayable, graph.analysis)
+        return recorder.forward(run, key, graph.replayable, graph.analysis, graph.pair)
 
     def noting(self, run: Compiled, graph: RewrittenGraph) -> Compiled:
         """``run``, the forward pass of ``graph``, noting what it holds that others may hold as well."""
