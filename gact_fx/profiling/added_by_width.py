@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from gact_fx.codec.code import WIDTHS, Code
@@ -38,6 +38,14 @@ class Added:
 
 
 NOT_FINITE = Added(math.inf, math.inf, math.inf, 1.0)
+
+
+def mean(found: Sequence[Added]) -> Added:
+    """The mean of several measurements of the same."""
+    if NOT_FINITE in found:
+        return NOT_FINITE
+    parts = zip(*(astuple(added) for added in found), strict=True)
+    return Added(*(sum(values) / len(found) for values in parts))
 
 
 def measure_widths(measure: Callable[[int], Added], widths: Sequence[int]) -> dict[int, Added]:

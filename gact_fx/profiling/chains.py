@@ -1,7 +1,7 @@
 """Chains: how backward's coefficients follow from one saved tensor, to be evaluated on other values of it."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,21 +32,32 @@ class Chain:
         self._dies: dict[fx.Node, list[fx.Node]] = {}
         inside = set(self._nodes)
         for node in [start, *self._nodes]:
-            if node not in ends:
-                self._dies.setdefault(max([u for u in node.users if u in inside], default=node), []).append(node)
+            self._dies.setdefault(max([u for u in node.users if u in inside], default=node), []).append(node)
 
     def evaluate(self, x: torch.Tensor, given: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})) -> Values:
         """The ends, from ``x`` in the place of the start and what is ``given`` in the place of other nodes."""
+        found = dict(self.results(x, given))
+        return {node: found[node] for node in self.ends}
+
+    def results(
+        self, x: torch.Tensor, given: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})
+    ) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+        """Each end as soon as it is there; nothing is held longer than the nodes behind it need it."""
         env: dict[fx.Node, Any] = {self.start: x, **given}
+        ends = set(self.ends)
+        yield from ((node, env[node]) for node in self.ends if node in env)
         for node in self._nodes:
             if node in given:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda i: env[i] if i in env else self._outside[i])
             env[node] = self.interpreter.call_function(node.target, args, kwargs)
+            # They would be held until the next call.
+            del args, kwargs
+            if node in ends:
+                yield node, env[node]
             for dead in self._dies.get(node, ()):
                 if dead not in given:
                     env.pop(dead, None)
-        return {node: env[node] for node in self.ends}
 
     def evaluate_at(
         self,

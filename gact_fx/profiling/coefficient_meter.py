@@ -123,10 +123,10 @@ class CoefficientMeter:
         self._kept = {end: self._positions(end) for ends in self.of.values() for end in ends}
 
     def kept(self, end: fx.Node, slope: torch.Tensor) -> torch.Tensor:
-        """What is needed of the derivative with respect to a coefficient."""
+        """What is needed of the derivative with respect to a coefficient, flat; of all of it, three digits."""
         positions = self._kept[end]
         if positions is None or slope.numel() != numel(end):
-            return slope
+            return slope.reshape(-1).to(torch.bfloat16)
         return slope.reshape(-1)[positions.to(slope.device)]
 
     def measure(self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor]) -> Bent:
@@ -232,7 +232,7 @@ class CoefficientMeter:
             ends = evaluate(list(slopes), stored)
         for probe in range(max((len(found) for found in slopes.values()), default=0)):
             reached = {node: found[probe] for node, found in slopes.items() if probe < len(found)}
-            along = {ends[node]: slope for node, slope in reached.items() if ends[node].requires_grad}
+            along = {ends[n]: s.view_as(ends[n]).to(ends[n].dtype) for n, s in reached.items() if ends[n].requires_grad}
             of = torch.autograd.grad(
                 list(along), [stored[n] for n in parts], list(along.values()),
                 retain_graph=True, allow_unused=True, materialize_grads=True,

@@ -20,7 +20,7 @@ from gact_fx.graphs.linearity import is_pointwise
 from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
-from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
+from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, mean, measure_widths
 from gact_fx.profiling.chains import Chain
 from gact_fx.profiling.elements import Elements
 from gact_fx.profiling.neighbours import ROUNDINGS, draw, farthest
@@ -88,17 +88,17 @@ def _is_finite(
 ) -> bool:
     """Whether whatever codes can make of any element leads to finite coefficients."""
 
-    def found() -> Iterator[dict[fx.Node, torch.Tensor]]:
-        flat = values.reshape(-1)
-        if any(at.taken is not None for at in elements.values()):
-            yield from (chain.evaluate(side.reshape(values.shape)) for side in farthest(flat, bits, rounding))
-            return
-        for part in _parts(flat):
-            positions = torch.arange(*part.indices(len(flat)), device=flat.device)
-            some = {node: replace(at, positions=positions) for node, at in elements.items()}
-            yield from (chain.evaluate_at(side, some) for side in farthest(flat[positions], bits, rounding))
-
-    return all(bool(end.isfinite().all()) for ends in found() for end in ends.values())
+    flat = values.reshape(-1)
+    sides = (side.reshape(values.shape) for side in farthest(flat, bits, rounding))
+    if any(at.taken is not None for at in elements.values()):
+        return all(bool(end.isfinite().all()) for side in sides for _, end in chain.results(side))
+    for part in _parts(flat):
+        positions = torch.arange(*part.indices(len(flat)), device=flat.device)
+        some = {node: replace(at, positions=positions) for node, at in elements.items()}
+        for side in farthest(flat[positions], bits, rounding):
+            if not all(bool(end.isfinite().all()) for end in chain.evaluate_at(side, some).values()):
+                return False
+    return True
 
 
 def measure_whole(
@@ -121,17 +121,20 @@ def measure_whole(
         low, high, chances = ROUNDINGS[rounding](values, bits)
         first = _first_order(own_weights, values, (low, high), chances)
         carried = {shape: [_carried(c, chain, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()}
-        sides = low, high
+
+        def added(sides: Sequence[torch.Tensor], carried: Mapping[torch.Size, Sequence[torch.Tensor | None]]) -> Added:
+            moved = [_moved(chain.evaluate(side), exact) for side in sides]
+            parts = [
+                (weights[shape], [[m[node] for node in ends] for m in moved], carried[shape])
+                for shape, ends in by_shape.items()
+            ]
+            return _added(parts, first, 1.0)
+
         if any(share is None for shares in carried.values() for share in shares):
-            # Elements mix in some coefficient: two draws stand for all, each of even chance.
-            sides = draw((low, high, chances), rounding, 0), draw((low, high, chances), rounding, 1)
-            carried = {shape: [None, None] for shape in carried}
-        moved = [_moved(chain.evaluate(side), exact) for side in sides]
-        parts = [
-            (weights[shape], [[m[node] for node in ends] for m in moved], carried[shape])
-            for shape, ends in by_shape.items()
-        ]
-        return _added(parts, first, 1.0)
+            # Elements mix in some coefficient: two draws stand for all, one after the other.
+            draws = (draw((low, high, chances), rounding, number) for number in range(2))
+            return mean([added([drawn], {shape: [None] for shape in carried}) for drawn in draws])
+        return added([low, high], carried)
 
     found: dict[Code, Added] = {}
     for rounding in ROUNDINGS:
@@ -185,8 +188,8 @@ def _first_order(
     return found
 
 
-# Coefficients of one shape, how far either code moves each of them, and the chances of these (None: not known by
-# element).
+# Coefficients of one shape, how far codes move each of them, and the chances of these codes by element (None: there is
+# one code, which was drawn).
 Part = tuple[_Weights, Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
@@ -195,16 +198,16 @@ def _added(parts: Sequence[Part], first: float, coherent: float) -> Added:
     square, own_bias, sums = 0.0, 0.0, dict[int, float]()
     for weights, sides, chances in parts:
         for part in _parts(sides[0][0] if chances[0] is None else chances[0].reshape(-1)):
-            shares: list[Any] = [0.5 if chance is None else chance.reshape(-1)[part].float() for chance in chances]
+            shares: list[Any] = [1.0 if chance is None else chance.reshape(-1)[part].float() for chance in chances]
             changes = list(zip(*(weights.changes(side, part) for side in sides), strict=True))
             for probe, both in enumerate(changes):
                 weighed = [share * change for share, change in zip(shares, both, strict=True)]
-                mean = weighed[0] + weighed[1]
-                squares = weighed[0] * both[0] + weighed[1] * both[1]
+                average = reduce(torch.add, weighed)
+                squares = reduce(torch.add, (weight * change for weight, change in zip(weighed, both, strict=True)))
                 square += float(squares.sum(dtype=torch.float64)) / len(changes)
                 if chances[0] is not None:
-                    own_bias += float(mean.square().sum(dtype=torch.float64)) / len(changes)
-                    sums[probe] = sums.get(probe, 0.0) + float(mean.sum(dtype=torch.float64))
+                    own_bias += float(average.square().sum(dtype=torch.float64)) / len(changes)
+                    sums[probe] = sums.get(probe, 0.0) + float(average.sum(dtype=torch.float64))
     # The sum over elements of one probe's bias is a single number, whose square varies much from probe to probe; the
     # elements' own biases are the least of it that is known well, unless they cancel.
     together = sum(x * x for x in sums.values()) / max(len(sums), 1)
