@@ -68,7 +68,8 @@ def write_over(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if form is None or not isinstance(value, torch.Tensor) or any(x.requires_grad for x in tensors):
         return None
-    is_whole = over.dtype == value.dtype and over.untyped_storage().nbytes() == over.nbytes and not over.is_conj()
+    is_of_type = over.dtype == value.dtype and over.device.type == value.device.type and not over.is_conj()
+    is_whole = is_of_type and over.untyped_storage().nbytes() == over.nbytes
     is_alike = all(x.stride() == over.stride() for x in tensors if x.shape == over.shape)
     if not is_whole or not is_alike or torch.broadcast_shapes(*(x.shape for x in tensors)) != over.shape:
         return None
