@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.graphs.live_memory import LIBRARY
+from gact_fx.graphs.operator_table import LIBRARY
 from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writing_form
+from gact_fx.graphs.sizes import have_same_shape, hint, is_same
 from gact_fx.graphs.trees import tree_leaves
 
 # As `GraphInterpreter` runs them, they may return memory that they read, whatever their schema says.
@@ -75,6 +76,18 @@ def write_over(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return None
     run, name = form
     return run(*args, **kwargs, **{name: over})
+
+
+def fits(node: fx.Node, source: fx.Node) -> bool:
+    """Whether `write_over` has ``node`` write to ``source``, by what was traced."""
+    value, over = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(over, torch.Tensor) or value.dtype != over.dtype:
+        return False
+    tensors = [x for x in (i.meta.get("val") for i in node.all_input_nodes) if isinstance(x, torch.Tensor)]
+    alike = [x for x in tensors if have_same_shape(x, over)]
+    is_whole = hint(over.untyped_storage().nbytes()) == hint(over.numel()) * over.dtype.itemsize
+    is_alike = all(is_same(a, b) for x in alike for a, b in zip(x.stride(), over.stride(), strict=True))
+    return is_whole and have_same_shape(value, over) and is_alike
 
 
 def _makes_memory(node: fx.Node) -> bool:

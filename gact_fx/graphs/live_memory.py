@@ -14,25 +14,14 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from gact_fx.graphs.operator_table import CONSTANTS, REDUCTIONS
-from gact_fx.graphs.operators import packet_of, returns_alias, writing_form
-from gact_fx.graphs.sizes import have_same_shape, hint, is_same
+from gact_fx.graphs.in_place import find_last_reads, fits
+from gact_fx.graphs.operator_table import CONSTANTS, LIBRARY, REDUCTIONS
+from gact_fx.graphs.operators import packet_of, returns_alias
+from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
-# Operators of PyTorch that Inductor does not generate loops for: libraries have them, or eager PyTorch.
-LIBRARY = frozenset({
-    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.mv, aten.dot,
-    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward,
-    aten.sort, aten.topk, aten.cumsum, aten.index_put, aten.index_put_, aten._unsafe_index_put, aten.scatter_add,
-    aten.scatter_reduce, aten.index_add, aten.scatter, aten._unsafe_masked_index_put_accumulate,
-    aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
-    aten._fft_c2r, aten.nonzero,
-})  # fmt: skip
 # Their result is their first argument but for a few elements.
 WRITERS = frozenset({
     aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.scatter, aten.scatter_add,
@@ -121,6 +110,7 @@ class _Walk:
         self._stays = kept | {key for node in graph.output_node().all_input_nodes for key in self._sizes[node]}
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
+        self._last_reads = {} if fused else find_last_reads(graph)
         # What operators made that Inductor does not write over.
         self._foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
         self._rank = self._find_ranks(graph)
@@ -135,7 +125,7 @@ class _Walk:
         for node in reversed(self._nodes):
             if node in self._inlined:
                 at[node] = min((at[user] for user in node.users if user in at), default=at[node])
-        return Lifetimes(self._nodes, self._spans(), at)
+        return Lifetimes(self._nodes, [*self._spans(), *([] if self._fused else self._workspaces())], at)
 
     def _spans(self) -> list[Span]:
         made = {key: (node, -1, nbytes) for node in self._inputs for key, nbytes in self._sizes[node].items()}
@@ -156,6 +146,11 @@ class _Walk:
             Span(key, node, start, ends.get(key, final), nbytes, firsts.get(key, start), lasts[key])
             for key, (node, start, nbytes) in made.items()
         ]
+
+    def _workspaces(self) -> list[Span]:
+        """What libraries have in memory for the length of a call."""
+        sizes = [(when, node, _workspace_nbytes(node)) for when, node in enumerate(self._nodes)]
+        return [Span(-1 - when, node, when, when, nbytes, when, when) for when, node, nbytes in sizes if nbytes]
 
     def _find_reads(self) -> tuple[dict[int, int], dict[int, int]]:
         """By storage, the call that reads it first, and the one that reads or makes it last."""
@@ -190,12 +185,10 @@ class _Walk:
         return found
 
     def _written_in_place(self, node: fx.Node, dying: list[int]) -> list[int]:
-        """The storage that a pointwise operator writes over by itself (`gact_fx.graphs.in_place`), if there is one."""
-        if writing_form(node.target) is not None:
-            for source in node.all_input_nodes:
-                own = [key for key in self._sizes[source] if key in dying and key not in self._given]
-                if own and _are_laid_out_alike(source.meta.get("val"), node.meta["val"]):
-                    return own
+        """The storage that a pointwise operator writes over by itself, if there is one."""
+        for source in self._last_reads.get(node, {}):
+            if fits(node, source):
+                return [key for key in self._sizes[source] if key in dying]
         return []
 
     def _in_order(self) -> list[fx.Node]:
@@ -273,10 +266,17 @@ class _Walk:
         return found
 
 
-def _are_laid_out_alike(a: object, b: torch.Tensor) -> bool:
-    if not isinstance(a, torch.Tensor) or a.dtype != b.dtype or not have_same_shape(a, b):
-        return False
-    return all(is_same(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+def _workspace_nbytes(node: fx.Node) -> int:
+    """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
+    is_backward = packet_of(node) is aten.convolution_backward
+    if not is_backward and packet_of(node) is not aten.convolution:
+        return 0
+    values = [x.meta["val"] for x in (node.all_input_nodes[:2] if is_backward else (node.all_input_nodes[0], node))]
+    if any(x.device.type != "cpu" or x.dim() != 4 or x.stride()[1] == 1 for x in values):
+        return 0
+    sizes = [hint(x.numel()) * x.dtype.itemsize for x in values]
+    # In forward the copy of the input is gone before the result is copied back.
+    return sum(sizes) if is_backward else max(sizes)
 
 
 def _is_foreign(node: fx.Node) -> bool:

@@ -126,3 +126,16 @@ KNOWN_NAMESPACES = frozenset(
      "c10d_functional", "fsdp"}
 )  # fmt: skip
 KNOWN = frozenset({"transformers.grouped_mm_fallback.default", "transformers.grouped_mm_fallback_backward.default"})
+
+# Operators of PyTorch that Inductor does not generate loops for: libraries have them, or eager PyTorch.
+LIBRARY = frozenset({
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.mv, aten.dot,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward,
+    aten.sort, aten.topk, aten.cumsum, aten.index_put, aten.index_put_, aten._unsafe_index_put, aten.scatter_add,
+    aten.scatter_reduce, aten.index_add, aten.scatter, aten._unsafe_masked_index_put_accumulate,
+    aten.max_pool2d_with_indices_backward, aten._ctc_loss, aten._ctc_loss_backward, aten._fft_r2c, aten._fft_c2c,
+    aten._fft_c2r, aten.nonzero,
+})  # fmt: skip

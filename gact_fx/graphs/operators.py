@@ -48,6 +48,9 @@ def writing_form(target: Any) -> tuple[Any, str] | None:
     own = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     for name in target.overloadpacket.overloads():
         other = getattr(target.overloadpacket, name)
+        if torch.Tag.generated in other.tags:
+            # It makes the result elsewhere, and copies it.
+            continue
         results = [argument.name for argument in other._schema.arguments if argument.is_out]
         rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
         if len(results) == 1 and rest == own:

@@ -76,7 +76,7 @@ def test_graphs_can_be_read(report: Report) -> None:
     (graph,) = report.graphs
     assert "gact_fx.compress" in graph.forward.print_readable(print_output=False)
     assert "gact_fx.decompress" in graph.backward.print_readable(print_output=False)
-    others = ("weigh_plain_cut", "choose_products", "spread_numbers", "swap_codes", "fuse_codec")
+    others = ("weigh_plain_cut", "choose_products", "spread_numbers", "decode_at_use", "swap_codes", "fuse_codec")
     ran = [each.name for each in PIPELINE if each.name not in others]
     assert [stage.name for stage in graph.stages] == ran
     (edit,) = [stage for stage in graph.stages if stage.name == "insert_compression"]
