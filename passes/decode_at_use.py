@@ -11,6 +11,7 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.live_memory import is_of_library, nbytes
+from gact_fx.graphs.operators import writes
 from gact_fx.passes.backward_peak import decompress, dependents_of_tangents, is_cheap_call
 from gact_fx.passes.pipeline import Context
 
@@ -22,6 +23,9 @@ Chain = tuple[fx.Node, ...]
 def decode_at_use(pair: GraphPair, context: Context) -> None:
     """Edit backward in place: between two calls of a library, each reader has a decoded value of its own."""
     graph = pair.backward.graph
+    if any(writes(node.target) for node in graph.nodes):
+        # Computed again behind that, a value might be another one.
+        return
     chains = _chains(pair)
     twins: dict[fx.Node, fx.Node] = {}
     for reader in list(graph.nodes):

@@ -8,6 +8,7 @@ from torch import nn
 
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
+from gact_fx.graphs.edit import add_call
 from gact_fx.graphs.live_memory import is_of_library
 from gact_fx.passes.backward_peak import decompress
 from gact_fx.passes.pipeline import Context, run_passes
@@ -36,3 +37,16 @@ def test_no_decoded_value_is_held_from_one_product_to_the_next(trace: Trace, mak
         assert sum(start < at < end for at in products) == 0
     for found, expected in zip(results(pair, model), before, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_nothing_is_decoded_again_where_backward_writes(trace: Trace) -> None:
+    """Behind the write, what is computed again might be another value."""
+    pair, _ = compressed(trace, Skips(), "eager")
+    graph = pair.backward.graph
+    output = graph.output_node()
+    gradient = next(node for node in output.all_input_nodes if node.op == "call_function")
+    with graph.inserting_before(output):
+        add_call(graph, torch.ops.aten.add_.Tensor, (gradient, gradient), "doubled")
+    before = [str(node) for node in graph.nodes]
+    decode_at_use(pair)
+    assert [str(node) for node in graph.nodes] == before
