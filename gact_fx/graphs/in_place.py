@@ -1,6 +1,9 @@
 """Writes what an operator makes over what it is the last to read, where a graph runs operator by operator.
 
 Compiled code does that anyway. Here pointwise operators do it, which may write where they read.
+
+Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
+question whether somebody sees every operator that runs).
 """
 
 from collections.abc import Mapping
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operator_table import LIBRARY
@@ -63,8 +67,11 @@ def find_last_reads(graph: fx.Graph) -> Mapping[fx.Node, Mapping[fx.Node, fx.Nod
 def write_over(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], over: Any) -> Any:
     """What pointwise ``node`` makes of its arguments, written to ``over``, which is one of them.
 
-    None where the result would be of another type or otherwise laid out than ``over``.
+    None where the result would be of another type or otherwise laid out than ``over``, and where a mode sees every
+    value: selective checkpointing keeps some of them.
     """
+    if _get_current_dispatch_mode() is not None:
+        return None
     value, form = node.meta.get("val"), writing_form(node.target)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if form is None or not isinstance(value, torch.Tensor) or any(x.requires_grad for x in tensors):

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.in_place import InPlaceInterpreter, find_last_reads
@@ -136,3 +137,18 @@ def test_values_that_are_given_to_a_replay_stay_as_they_are() -> None:
     given = {exp: X.clone()}
     (found,) = Replay(module, [X]).run(given)
     assert torch.equal(found, X.sigmoid() * 2.0) and torch.equal(given[exp], X)
+
+
+def test_what_a_mode_has_seen_is_left_alone() -> None:
+    """Selective checkpointing keeps values that are not the graph's to write to."""
+
+    class Keeping(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func(*args, **(kwargs or {})))
+            return seen[-1]
+
+    module, seen = graph_of(lambda x: x.exp().sigmoid().tanh(), X), list[torch.Tensor]()
+    with Keeping():
+        interpret_graph(module)([X])
+    for found, expected in zip(seen, (X.exp(), X.exp().sigmoid(), X.exp().sigmoid().tanh()), strict=True):
+        assert torch.equal(found, expected)
