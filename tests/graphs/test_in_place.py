@@ -148,7 +148,7 @@ def test_what_a_mode_has_seen_is_left_alone() -> None:
             return seen[-1]
 
     module, seen = graph_of(lambda x: x.exp().sigmoid().tanh(), X), list[torch.Tensor]()
-    with Keeping():
+    with Keeping():  # type: ignore[no-untyped-call]
         interpret_graph(module)([X])
     for found, expected in zip(seen, (X.exp(), X.exp().sigmoid(), X.exp().sigmoid().tanh()), strict=True):
         assert torch.equal(found, expected)
