@@ -59,7 +59,9 @@ def find_last_reads(graph: fx.Graph) -> Mapping[fx.Node, Mapping[fx.Node, fx.Nod
             continue
         for source in node.all_input_nodes:
             maker, *others = makers[source]
-            if not others and last[maker] is node and _makes_memory(maker):
+            # A row of what is written, say, which other elements read as well.
+            is_shared = any(maker in makers[other] for other in node.all_input_nodes if other is not source)
+            if not others and not is_shared and last[maker] is node and _makes_memory(maker):
                 found.setdefault(node, {})[source] = maker
     return found
 
