@@ -77,7 +77,10 @@ class TensorPlan:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "TensorPlan":
         """The entry from what `to_data` gave."""
-        code = Code(data["bits"], data["rounding"], data["group_size"], data["seed"], data.get("by_place", ""))
+        code = Code(
+            data["bits"], data["rounding"], data["group_size"], data["seed"],
+            data.get("by_place", ""), data.get("per_channel", False),
+        )  # fmt: skip
         stored = data["merged"], data.get("stored", "values"), data.get("excess", 1.0), data.get("reason", "")
         return cls(data["key"], None if data["bits"] is None else code, data["sensitivity"], *stored)
 

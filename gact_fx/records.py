@@ -159,10 +159,12 @@ class Sensitivity:
         """The mean over sample batches."""
         count = len(several)
         others = [name for name in several[0].others if all(name in s.others for s in several)]
+        # Of few rows, or short ones, some codes are not measured.
+        variances = [code for code in several[0].variances if all(code in s.variances for s in several)]
         merged = [code for code in several[0].merged if all(code in s.merged for s in several)]
         return cls(
             sum(s.value for s in several) / count,
-            {code: sum(s.variances[code] for s in several) / count for code in several[0].variances},
+            {code: sum(s.variances[code] for s in several) / count for code in variances},
             {code: sum(s.merged[code] for s in several) / count for code in merged},
             {code: sum(s.squared_bias(code) for s in several) / count for code in several[0].squared_biases},
             {name: cls.mean([s.others[name] for s in several]) for name in others},
@@ -183,4 +185,5 @@ def _rows_of_all(several: Sequence[Mapping[int, Places]]) -> dict[int, Places]:
 
 
 def _measured(code: Code) -> Code:
-    return Code(code.bits, "dither" if code.rounding == "dither" else "stochastic", code.group_size)
+    rounding = "dither" if code.rounding == "dither" else "stochastic"
+    return Code(code.bits, rounding, code.group_size, per_channel=code.per_channel)

@@ -285,7 +285,7 @@ class Quantize(Encoding):
             source = standardize(source, operands, forward.add)
         if merged is not None:
             source = mark_stopped(source, forward.derive(merged), forward.add)
-        dense = forward.in_order(source, self.order)
+        dense = forward.in_order(source, code.order_of(self.order))
         if by is not None or merged is not None:
             dense = forward.laid_out(dense, source)
         blob = forward.compress(dense, code, value.name, mask)
@@ -297,4 +297,4 @@ class Quantize(Encoding):
         if merged is not None:
             reads.append(MergedRead(value, merged, self.order, code))
         fill = None if merged is None else "zero" if self.merges_losslessly else "mean"
-        return (*reads, ValueRead(value, self.order, code, by, fill, aliases))
+        return (*reads, ValueRead(value, code.order_of(self.order), code, by, fill, aliases))

@@ -48,6 +48,14 @@ def _load_coefficients(read: CoefficientsRead, sizes: SizeBuilder) -> None:
         replace_reads(node, part, {flat})
 
 
+def _channels_last(dense: fx.Node) -> fx.Node:
+    """What lay in memory before it was coded channel by channel: views of it say where elements lay there."""
+    order = [*range(1, dense.meta["val"].dim()), 0]
+    moved = add_call(dense.graph, aten.permute.default, (dense, order), f"{dense.name}_moved")
+    name = f"{dense.name}_in_memory"
+    return add_call(dense.graph, aten.clone.default, (moved,), name, memory_format=torch.contiguous_format)
+
+
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
     """``nodes``: those of backward by name, and in the place of masks those that stand for them."""
     value, graph = read.value, read.value.placeholder.graph
@@ -63,12 +71,13 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
         if read.standardization is not None:
             by = resolve(read.standardization, lambda name: nodes[name])
             values = unstandardize(values, by, partial(add_call, graph))
+        memory = _channels_last(dense) if read.aliases and read.code.per_channel else dense
         views = []
         for alias in read.aliases:
             view = alias.source.meta["val"]
             shape, stride = sizes.build(view.shape), sizes.build(view.stride())
             (offset,) = sizes.build([view.storage_offset() - like.storage_offset()])
-            arguments = (dense, shape, stride, offset)
+            arguments = (memory, shape, stride, offset)
             views.append(add_call(graph, aten.as_strided.default, arguments, f"{alias.name}_view"))
     replace_reads(value.placeholder, values, {dense, values})
     for alias, node in zip(read.aliases, views, strict=True):

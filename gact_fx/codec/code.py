@@ -20,6 +20,10 @@ class Code:
     ``by_place``: the widths of the groups of a row, as "8 2x15", the least of which is ``bits``; '' where all groups
     have ``bits``. Everything but the bits is without meaning for masks and integers, which are packed exactly.
     `compress` of `gact_fx.ops` says more.
+
+    ``per_channel``: groups lie within a channel, the dimension that is the fastest in memory, along all others. A few
+    channels that stick out, as trained transformers have them, then widen the range of no other (Liu et al., "KIVI",
+    ICML 2024, for keys).
     """
 
     bits: int
@@ -27,11 +31,16 @@ class Code:
     group_size: int = 256
     seed: int = 0
     by_place: str = ""
+    per_channel: bool = False
 
     @property
     def mean_bits(self) -> float:
         """Bits of a code, in the mean over places."""
         return mean_bits(self.by_place) if self.by_place else self.bits
+
+    def order_of(self, memory: Sequence[int]) -> tuple[int, ...]:
+        """The order in which dimensions are coded, slowest first, that lie in memory in the order of ``memory``."""
+        return (memory[-1], *memory[:-1]) if self.per_channel and memory else tuple(memory)
 
     def nbytes(self, numel: int, dtype: torch.dtype, mask_numel: int = 0) -> int:
         """Bytes of the blob for ``numel`` elements, with a mask of ``mask_numel`` behind them."""

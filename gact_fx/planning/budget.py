@@ -191,7 +191,8 @@ def _fixed(menu: Menu, bits: int) -> Choice:
     """
     # Few decisions that are taken again come out otherwise, but one that does may move the gradient by more than 3 %.
     decided = [choice for choice in menu if choice.stored != "bare" and not choice.merged]
-    coded = [(c.code, c) for c in decided if c.code is not None and c.code.bits >= bits and not c.code.by_place]
+    plain = [(c.code, c) for c in decided if c.code is not None and not c.code.by_place and not c.code.per_channel]
+    coded = [(code, choice) for code, choice in plain if code.bits >= bits]
     if not coded:
         return menu[-1]
     ranks = [(code.bits, code.rounding != "stochastic", abs(code.group_size - DEFAULT_GROUP)) for code, _ in coded]

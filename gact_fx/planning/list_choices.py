@@ -18,6 +18,11 @@ from gact_fx.records import SavedTensor, Sensitivity
 FLOOR = 1e-2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
 BIAS_WEIGHT = 10.0
+# The elements of a channel lie apart. Codes of groups within channels must add so many times what others do: these take
+# a few per cent of a layer's time longer.
+WORTH_MOVING = 0.5
+# So many groups a channel are enough where they end elsewhere than channels do.
+MANY_GROUPS = 8
 # Exact bits an element beyond which a tensor is kept, where nothing else can be stored in its place.
 MOST_MASK_BITS = 4
 
@@ -70,6 +75,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.values_allowed and not is_crowded and measured is not None:
         choices += _by_place(item, measured, sensitivity, codes)
+        choices += _per_channel(item, measured, sensitivity, codes)
     if how.exact_allowed:
         choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
@@ -96,6 +102,24 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
             if len(known) == len(terms):
                 code = replace(like, bits=min(run.bits for run in runs_of(pattern.by_place)), by_place=pattern.by_place)
                 choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), math.fsum(known)))
+    return choices
+
+
+def _per_channel(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
+    """The choices with groups within channels, of codes to which that is worth it."""
+    tensor, how = item.tensor, item.how
+    choices: list[Choice] = []
+    if len(how.order) != len(tensor.shape) or len(how.order) < 2 or how.standardization is not None:
+        return choices
+    length = tensor.numel // max(tensor.shape[how.order[-1]], 1)
+    for plain in codes:
+        # Most groups are to lie within one channel.
+        if plain.bits < how.min_bits or (length % plain.group_size and length < MANY_GROUPS * plain.group_size):
+            continue
+        code = replace(plain, per_channel=True)
+        variance, neighbours = (_measured_variance(each, measured, sensitivity) for each in (code, plain))
+        if variance is not None and neighbours is not None and variance <= WORTH_MOVING * neighbours:
+            choices.append(Choice(code, _nbytes(item, TensorPlan(tensor.key, code)), variance))
     return choices
 
 

@@ -32,12 +32,12 @@ from gact_fx.records import Sensitivity
 def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: float) -> Sensitivity:
     """``first``, which was measured at the tensor itself, with what codes add by their effect on coefficients.
 
-    That is known for a ``share`` of the elements and for groups of 256, and goes for others by what first order says of
-    them.
+    That is known for a ``share`` of the elements and for groups of 256 neighbours, and goes for others by what first
+    order says of them.
     """
     variances, biases, coherent = {}, {}, {}
     for code, variance in first.variances.items():
-        like = replace(code, group_size=GROUP_SIZE)
+        like = replace(code, group_size=GROUP_SIZE, per_channel=False)
         if like not in added:
             # Of bfloat16, by how fast what the finest codes add shrinks with their bits.
             like = replace(like, bits=WIDTHS[-1])

@@ -150,12 +150,14 @@ def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.T
     Their scale is drawn, too: on its own, a value that counts for most may be a code by luck.
     """
     scale = 2 ** (code.seed % _SCALES / _SCALES)
-    scaled = scale * (values.float() if values.element_size() < 4 else values)
+    memory = tuple(range(values.dim()))
+    order = code.order_of(memory)
+    scaled = (scale * (values.float() if values.element_size() < 4 else values)).permute(order)
     if stopped is not None:
-        scaled = scaled.masked_fill(stopped.mask.view(values.shape), float("nan"))
+        scaled = scaled.masked_fill(stopped.mask.view(values.shape).permute(order), float("nan"))
     blob = operators.compress(scaled, *code.to_compress())
     found = operators.decompress(blob, scaled.shape, scaled.dtype, *code.to_decompress())
-    found = (found / scale).to(values.dtype)
+    found = (found / scale).to(values.dtype).permute(sorted(memory, key=order.__getitem__))
     if stopped is None:
         return found
     filled = torch.zeros_like(values) if stopped.error is None else values + stopped.error.view(values.shape)

@@ -17,6 +17,7 @@ from gact_fx.codec.code import WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.patterns import MOST_ROWS, Places
+from gact_fx.profiling.channel_ranges import ChannelRanges
 from gact_fx.profiling.neighbours import STEP_BITS, rounded_up
 from gact_fx.records import Sensitivity
 
@@ -45,7 +46,8 @@ class RoundingMeter:
     """Collects the squared sensitivities of one tensor's elements, without keeping them all.
 
     ``values`` are the tensor's values in memory order, whose groups are those of the codes. ``bits`` is the width of
-    the codes that they were read from, None where they are exact: between finer codes their positions say nothing.
+    the codes that they were read from, None where they are exact: between finer codes their positions say nothing. What
+    was read from codes has the dimensions in memory order, too, so that groups within channels are measured as well.
     ``stopped``: what a mask that the codes could tell stops.
     """
 
@@ -54,6 +56,7 @@ class RoundingMeter:
         flat = values.detach().reshape(-1).float()
         self._all = _Weighed(flat)
         self._passed = None if stopped is None else _Weighed(flat, stopped.mask.reshape(-1))
+        self._channels = ChannelRanges(values) if bits is not None and ChannelRanges.reads(values) else None
         self._is_lossless = stopped is not None and stopped.error is None
         self._bias = 0.0
         self._count = 0
@@ -66,6 +69,8 @@ class RoundingMeter:
         """
         squares = sensitivity.detach().reshape(-1).float().square()
         self._all.add(squares)
+        if self._channels is not None:
+            self._channels.add(squares)
         if self._passed is not None and stopped is not None:
             self._passed.add(squares.masked_fill(stopped.mask.reshape(-1), 0))
         if stopped is not None and stopped.error is not None:
@@ -87,8 +92,8 @@ class RoundingMeter:
             weighed.weigh_equally()
         self._bias, self._count, self._is_even = math.inf, 1, True
 
-    def _each(self) -> "list[_Weighed]":
-        return [weighed for weighed in (self._all, self._passed) if weighed is not None]
+    def _each(self) -> "list[_Weighed | ChannelRanges]":
+        return [weighed for weighed in (self._all, self._passed, self._channels) if weighed is not None]
 
     @property
     def is_unknown(self) -> bool:
@@ -105,6 +110,8 @@ class RoundingMeter:
         """
         sizes = sorted({*group_sizes, REFERENCE.group_size})
         variances = self._all.variances(sizes, self._finest, self._count)
+        if self._channels is not None:
+            variances |= self._channels.variances(sizes, self._count)
         merged: dict[Code, float] = {}
         bias = self._squared_bias()
         if self._passed is not None and bias is not None:
