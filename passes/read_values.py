@@ -1,7 +1,7 @@
 """Have backward read values from blobs, right before their first use."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call
+from gact_fx.graphs.edit import add_call, restored
+from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.load_blob import decompress, load_blob, replace_reads
 from gact_fx.passes.merge_masks import fill_stopped
@@ -18,6 +19,7 @@ from gact_fx.passes.reads import CoefficientsRead, ValueRead
 from gact_fx.passes.standardize import resolve, unstandardize
 
 aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
 
 
 def read_values(pair: GraphPair, context: Context) -> None:
@@ -48,12 +50,31 @@ def _load_coefficients(read: CoefficientsRead, sizes: SizeBuilder) -> None:
         replace_reads(node, part, {flat})
 
 
-def _channels_last(dense: fx.Node) -> fx.Node:
-    """What lay in memory before it was coded channel by channel: views of it say where elements lay there."""
-    order = [*range(1, dense.meta["val"].dim()), 0]
-    moved = add_call(dense.graph, aten.permute.default, (dense, order), f"{dense.name}_moved")
-    name = f"{dense.name}_in_memory"
-    return add_call(dense.graph, aten.clone.default, (moved,), name, memory_format=torch.contiguous_format)
+def _as_in_memory(dense: fx.Node, order: Sequence[int]) -> tuple[fx.Node, fx.Node]:
+    """A tensor that was coded channel by channel, laid out as it was in memory, and with its dimensions in their order.
+
+    Views of it, and kernels of libraries, rely on how it was laid out.
+    """
+    graph, memory = dense.graph, [*range(1, len(order)), 0]
+    moved = add_call(graph, aten.permute.default, (dense, memory), f"{dense.name}_moved")
+    name = f"{dense.name}_laid_out"
+    laid_out = add_call(graph, aten.clone.default, (moved,), name, memory_format=torch.contiguous_format)
+    return laid_out, restored(graph, laid_out, [order[d] for d in memory])
+
+
+def _bears_channels_apart(user: fx.Node, value: fx.Node) -> bool:
+    """Whether ``user`` of ``value`` computes the same, and as fast, where neighbouring channels do not lie together.
+
+    Products do, and do so behind a transposition, or a view that leaves the last dimension as it is.
+    """
+    if packet_of(user) in _PRODUCTS:
+        return True
+    if packet_of(user) in (aten.t, aten.transpose, aten.permute):
+        return all(packet_of(behind) in _PRODUCTS for behind in user.users)
+    if packet_of(user) not in (aten.view, aten.reshape, aten._unsafe_view):
+        return False
+    last = user.meta["val"].shape[-1:] == value.meta["val"].shape[-1:]
+    return last and all(_bears_channels_apart(behind, user) for behind in user.users)
 
 
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
@@ -64,20 +85,23 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
     users = [user for node in replaced for user in node.users if user.target is not decompress]
     if not users:
         return
+    bears = not read.aliases and list(read.order[1:]) == list(range(len(read.order) - 1))
+    bears = bears and all(_bears_channels_apart(user, value.placeholder) for user in users)
     with graph.inserting_before(min(users)):
         dense, values = load_blob(sizes, value, like.shape, like.dtype, read.code, read.order)
+        if read.code.per_channel and not bears:
+            dense, values = _as_in_memory(dense, read.order)
         if read.fill is not None:
             values = fill_stopped(values, read.fill, partial(add_call, graph))
         if read.standardization is not None:
             by = resolve(read.standardization, lambda name: nodes[name])
             values = unstandardize(values, by, partial(add_call, graph))
-        memory = _channels_last(dense) if read.aliases and read.code.per_channel else dense
         views = []
         for alias in read.aliases:
             view = alias.source.meta["val"]
             shape, stride = sizes.build(view.shape), sizes.build(view.stride())
             (offset,) = sizes.build([view.storage_offset() - like.storage_offset()])
-            arguments = (memory, shape, stride, offset)
+            arguments = (dense, shape, stride, offset)
             views.append(add_call(graph, aten.as_strided.default, arguments, f"{alias.name}_view"))
     replace_reads(value.placeholder, values, {dense, values})
     for alias, node in zip(read.aliases, views, strict=True):

@@ -30,7 +30,7 @@ def cells(row: Row, noise: float | None) -> tuple[str, ...]:
     shape = "x".join(map(str, row.shape)) or "scalar"
     # bfloat16 codes have neither rounding to speak of nor groups.
     code = f"{row.rounding} {row.group_size}" if row.rounding and row.bits != BFLOAT16_BITS else ""
-    code += f" {picture(row.by_place)}" if row.by_place else ""
+    code += f" {picture(row.by_place)}" if row.by_place else " per channel" if row.per_channel else ""
     graph = "eager" if row.graph is None else str(row.graph) if row.runs == 1 else f"{row.graph} ({row.runs}x)"
     return (
         graph, row.module, row.name, row.op, shape, row.dtype, row.encoding, bits, size(row.bytes_before),

@@ -61,7 +61,8 @@ def _cells(index: int, graph: GraphPlan, entry: TensorPlan, share: float | None)
     dtype = next((value[1].removeprefix("torch.") for value in found if value[0] == entry.key and len(value) == 3), "")
     code = entry.code
     rounding = f"{code.rounding} {code.group_size}" if code is not None and code.bits != BFLOAT16_BITS else ""
-    rounding += f" {picture(code.by_place)}" if code is not None and code.by_place else ""
+    if code is not None:
+        rounding += f" {picture(code.by_place)}" if code.by_place else " per channel" if code.per_channel else ""
     sensitivity = f"{entry.sensitivity:.2e}" if entry.sensitivity is not None else ""
     bits = f"{code.mean_bits:.3g}" if code is not None else "exact"
     of = entry.stored if code is not None else ""

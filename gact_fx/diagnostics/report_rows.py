@@ -24,7 +24,8 @@ class Row:
     step; a tensor that is held anyway (a parameter, a graph input) counts 0. They count wherever they lie: where
     ``reason`` ends with "moved to host memory" (``swap=True``), not on the device. ``bits``, ``rounding`` and
     ``group_size`` are the code, None where kept exact. ``by_place`` are the widths of the groups of a row of the batch,
-    such as "8x3 2x45", where these differ; ``bits`` is then their mean. ``copies`` are stored in a step: ``runs``, but
+    such as "8x3 2x45", where these differ; ``bits`` is then their mean. ``per_channel`` is true where groups lie within
+    channels, and None where there is no code. ``copies`` are stored in a step: ``runs``, but
     for shared ones. ``variance`` is what all of them add to the gradient's, in units of squared gradient, each measured
     alone; None where that is not known. ``module`` is '' outside of modules.
     """
@@ -47,6 +48,7 @@ class Row:
     reason: str
     variance: float | None = None
     by_place: str = ""
+    per_channel: bool | None = None
 
     @property
     def numel(self) -> int:
@@ -124,6 +126,7 @@ def _row(
         reason=_reason(held, tensor, how, entry, is_shared=bool(sizes[1]) and shares[1] == 0),
         variance=None if variance is None else runs * variance,
         by_place=code.by_place if code is not None else "",
+        per_channel=code.per_channel if code is not None else None,
     )
 
 

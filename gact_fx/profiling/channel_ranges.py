@@ -1,5 +1,6 @@
 """What codes add whose groups lie within a channel: ranges and weights of a tensor's cells, along the channels."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,9 +15,9 @@ LEAST_LENGTH = 64
 class ChannelRanges:
     """Squared sensitivities of one tensor's elements, and its ranges, by channel (the last dimension) and cell.
 
-    ``values`` have the shape and order in which they lie in memory. They may be those of a few rows of the batch: what
-    has fewer elements of a channel than a group counts as one group, whose range is a little less than that of a whole
-    one (by a twelfth of normal numbers, where it has half).
+    ``values`` have the shape and order in which they lie in memory. They may be those of a few rows of the batch, with
+    fewer elements of a channel than a group has in the whole one: what such groups add is taken to grow from size to
+    size as it does up to the length that there is.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -49,20 +50,33 @@ class ChannelRanges:
         """What codes of every width, rounding and size of groups add; a sixth is the mean of p (1 - p)."""
         found: dict[Code, float] = {}
         for size in sizes:
-            whole = self._spread(size) / max(probes, 1)
+            whole = self._grown(size) / max(probes, 1)
             for bits in WIDTHS:
                 variance = whole * step_variance(bits)
                 found[Code(bits, "stochastic", size, per_channel=True)] = variance / 6
                 found[Code(bits, "dither", size, per_channel=True)] = variance / 12
         return found
 
+    def _grown(self, size: int) -> float:
+        """`_spread`, of groups that are longer than a channel as well."""
+        longest = longest_group(int(self._lengths.sum()))
+        if size <= longest:
+            return self._spread(size)
+        long, half = self._spread(longest), self._spread(longest // 2)
+        return long * (long / half) ** math.log2(size / longest) if half > 0 else long
+
     def _spread(self, size: int) -> float:
         """The sum of weight times squared range over all groups."""
-        cells = min(size // _CELL, len(self._low))
+        cells = size // _CELL
         ranges = _by_group(self._high, cells).amax(1) - _by_group(self._low, cells).amin(1)
         # Every cell has the range of its group.
         spread = ranges.double().square().repeat_interleave(cells, 0)[: len(self._weights)]
         return float((self._weights.double() * spread).sum())
+
+
+def longest_group(length: int) -> int:
+    """The largest size of groups of which a channel of ``length`` elements has a whole one."""
+    return int(2 ** math.floor(math.log2(length)))
 
 
 def _by_cell(flat: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
