@@ -139,7 +139,7 @@ class Image(nn.Module):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_images(layout: torch.memory_format, inner: str) -> None:
     torch.manual_seed(0)
-    model, exact = Image().to(memory_format=layout), Image().to(memory_format=layout)
+    model, exact = Image(), Image()
     exact.load_state_dict(model.state_dict())
     gact_fx.compile(model, budget_bits=4, inner=inner, min_elements=256)
     for _ in range(3):
