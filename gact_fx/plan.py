@@ -60,6 +60,10 @@ class TensorPlan:
         code = replace(self.code, bits=math.floor(self.code.mean_bits), by_place="")
         return replace(self, code=code, reason="one width, since its widths by place are for rows of another length")
 
+    def within(self, length: int) -> "TensorPlan":
+        """The entry for a tensor whose channels have ``length`` elements: groups are to lie in one of them."""
+        return self if self.code is None else replace(self, code=self.code.within(length))
+
     def reseeded(self, seed: int, graph: str) -> "TensorPlan":
         """The entry of the graph of that fingerprint with the noise of ``seed``."""
         code = None if self.code is None else replace(self.code, seed=tensor_seed(seed, graph, self.key))

@@ -1,7 +1,7 @@
 """A code: how a tensor's elements become numbers of a few bits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes
 
 # Widths of a code on a grid; 16 bits are bfloat16.
 WIDTHS = tuple(range(1, 9))
+LEAST_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Code:
     def order_of(self, memory: Sequence[int]) -> tuple[int, ...]:
         """The order in which dimensions are coded, slowest first, that lie in memory in the order of ``memory``."""
         return (memory[-1], *memory[:-1]) if self.per_channel and memory else tuple(memory)
+
+    def within(self, length: int) -> "Code":
+        """The code with groups of no more elements than a channel of ``length`` has, if they lie within channels."""
+        if not self.per_channel or self.group_size <= length:
+            return self
+        return replace(self, group_size=max(2 ** (length.bit_length() - 1) if length else 0, LEAST_GROUP))
 
     def nbytes(self, numel: int, dtype: torch.dtype, mask_numel: int = 0) -> int:
         """Bytes of the blob for ``numel`` elements, with a mask of ``mask_numel`` behind them."""

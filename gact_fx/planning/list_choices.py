@@ -18,9 +18,9 @@ from gact_fx.records import SavedTensor, Sensitivity
 FLOOR = 1e-2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
 BIAS_WEIGHT = 10.0
-# The elements of a channel lie apart. Codes of groups within channels must add so many times what others do: these take
-# a few per cent of a layer's time longer.
-WORTH_MOVING = 0.5
+# The elements of a channel lie apart, so that codes of groups within channels take a few per cent of a layer's time.
+# They are for widths whose steps are as large as values, and must add so many times what codes of neighbours do.
+NARROW_BITS, WORTH_MOVING = 2, 0.5
 # So many groups a channel are enough where they end elsewhere than channels do.
 MANY_GROUPS = 8
 # Exact bits an element beyond which a tensor is kept, where nothing else can be stored in its place.
@@ -114,7 +114,9 @@ def _per_channel(item: Item, measured: Sensitivity, sensitivity: float, codes: S
     length = tensor.numel // max(tensor.shape[how.order[-1]], 1)
     for plain in codes:
         # Most groups are to lie within one channel.
-        if plain.bits < how.min_bits or (length % plain.group_size and length < MANY_GROUPS * plain.group_size):
+        if not how.min_bits <= plain.bits <= NARROW_BITS or (
+            length % plain.group_size and length < MANY_GROUPS * plain.group_size
+        ):
             continue
         code = replace(plain, per_channel=True)
         variance, neighbours = (_measured_variance(each, measured, sensitivity) for each in (code, plain))

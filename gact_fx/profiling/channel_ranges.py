@@ -59,7 +59,7 @@ class ChannelRanges:
 
     def _grown(self, size: int) -> float:
         """`_spread`, of groups that are longer than a channel as well."""
-        longest = longest_group(int(self._lengths.sum()))
+        longest = 2 ** (int(self._lengths.sum()).bit_length() - 1)
         if size <= longest:
             return self._spread(size)
         long, half = self._spread(longest), self._spread(longest // 2)
@@ -72,11 +72,6 @@ class ChannelRanges:
         # Every cell has the range of its group.
         spread = ranges.double().square().repeat_interleave(cells, 0)[: len(self._weights)]
         return float((self._weights.double() * spread).sum())
-
-
-def longest_group(length: int) -> int:
-    """The largest size of groups of which a channel of ``length`` elements has a whole one."""
-    return int(2 ** math.floor(math.log2(length)))
 
 
 def _by_cell(flat: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:

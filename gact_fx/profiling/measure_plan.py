@@ -15,13 +15,11 @@ import torch
 
 from gact_fx.codec import operators
 from gact_fx.codec.code import Code
-from gact_fx.config import GROUP_SIZES
 from gact_fx.graphs.replay import Replay
 from gact_fx.passes.encodings import Quantize
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.plan import GraphPlan, Plan, TensorPlan, graph_fingerprint, tensor_seed
-from gact_fx.profiling.channel_ranges import longest_group
 from gact_fx.profiling.gradient_changes import GradientChanges, compared, difference
 from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -156,8 +154,7 @@ def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.T
     order = code.order_of(memory)
     if code.per_channel and values.dim() > 1:
         # A few rows have fewer elements of a channel: groups of several channels would have another error.
-        longest = longest_group(values.numel() // values.shape[-1])
-        code = replace(code, group_size=min(code.group_size, max(longest, GROUP_SIZES[0])))
+        code = code.within(values.numel() // values.shape[-1])
     scaled = (scale * (values.float() if values.element_size() < 4 else values)).permute(order)
     if stopped is not None:
         scaled = scaled.masked_fill(stopped.mask.view(values.shape).permute(order), float("nan"))

@@ -136,6 +136,8 @@ def graph_plan(analysis: GraphAnalysis, plan: Plan | None, config: Config, *, mu
         entry = known.get(tensor.key, others[tensor.key])
         if not entry.fits(tensor):
             entry = entry.of_one_width()
+        if how.order:
+            entry = entry.within(tensor.numel // max(tensor.shape[how.order[-1]], 1))
         chosen.append(entry if how.admits(tensor, entry) else others[tensor.key])
     return GraphPlan(key, tuple(chosen), found.saved, found.runs)
 
