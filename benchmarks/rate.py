@@ -12,6 +12,8 @@ shared out for the least variance in all.
 - ``plain``: one width a tensor, as gact_fx stores.
 - ``range``: two widths, a group's chosen by its range, which decoding can tell; a group without range costs 0 bits.
 - ``rotated``: the better of plain and of codes of the group's Hadamard transform with random signs.
+- ``channel``: the better of plain and of codes of groups within channels, of 256 elements, or of as many as a channel
+  of the sample has.
 - ``place``: two widths by the place of a group in its row of the batch, chosen on the other batch.
 - ``place+rotated``: the better of both for each tensor.
 - ``oracle``: two widths, every group's chosen knowing this batch's adjoints: nothing that a code could know.
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 
 from gact_fx.config import Config
 from gact_fx.profiling import adjoint
+from gact_fx.profiling.channel_ranges import ChannelRanges
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.rounding_meter import RoundingMeter
 from gact_fx.profiling.tape import Step
@@ -46,7 +49,7 @@ GROUP = 256
 METADATA = 32 / GROUP
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 15 / 16)
-WAYS = ("plain", "range", "rotated", "place", "place+rotated", "oracle")
+WAYS = ("plain", "range", "rotated", "channel", "place", "place+rotated", "oracle")
 Network = tuple[nn.Module, list[Batch], Callable[[nn.Module, Batch], Tensor]]
 # Bytes and variance.
 Choice = tuple[float, float]
@@ -56,7 +59,8 @@ Choice = tuple[float, float]
 class Groups:
     """One tensor in groups, a row of each: ``step2`` is the squared step of one bit, ``weight`` the sum of the squared
     adjoints, ``energy`` the variance of a code of 0 bits, the mean of the group. ``rotated2`` is the step of the
-    rotated group. ``rows`` is how many rows of the batch the groups are of.
+    rotated group. ``rows`` is how many rows of the batch the groups are of. ``within`` has squared steps and weights of
+    groups within channels, None where there are no channels.
     """
 
     step2: Tensor
@@ -64,6 +68,7 @@ class Groups:
     weight: Tensor
     energy: Tensor
     rows: int
+    within: tuple[Tensor, Tensor] | None = None
 
     def variances(self, bits: int, rotated: bool = False) -> Tensor:
         """Of every group, in codes of ``bits``."""
@@ -77,6 +82,7 @@ class Keeping(RoundingMeter):
 
     def __init__(self, values: Tensor, *args: Any) -> None:
         super().__init__(values, *args)
+        self.channels = values.shape[-1] if ChannelRanges.reads(values) else 0
         self.values, self.squares, self.probes = values.detach().reshape(-1).float(), torch.zeros(values.numel()), 0
 
     def add(self, sensitivity: Tensor, *args: Any) -> None:
@@ -134,11 +140,11 @@ def groups_of(steps: Sequence[Step], rows: int, probes: int) -> dict[str, Groups
     for at, by_name in enumerate(meters):
         for name, meter in by_name.items():
             if meter.probes and bool(torch.isfinite(meter.squares).all()):
-                found[f"{at}.{name}"] = _groups(meter.values, meter.squares / meter.probes, rows)
+                found[f"{at}.{name}"] = _groups(meter.values, meter.squares / meter.probes, rows, meter.channels)
     return found
 
 
-def _groups(values: Tensor, squares: Tensor, rows: int) -> Groups:
+def _groups(values: Tensor, squares: Tensor, rows: int, channels: int = 0) -> Groups:
     # A row of the batch has whole groups, so that places mean the same in all of them.
     if values.numel() % rows or values.numel() // rows < GROUP:
         rows = 1
@@ -154,7 +160,17 @@ def _groups(values: Tensor, squares: Tensor, rows: int) -> Groups:
         weight.sum(1),
         (spread * weight).sum(1),
         rows,
+        _within_channels(values, squares, channels) if channels else None,
     )
+
+
+def _within_channels(values: Tensor, squares: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Squared steps and weights of groups within channels; what fills no group counts as the others do."""
+    length = values.numel() // channels
+    size = min(GROUP, length)
+    whole = length // size * size
+    x, weight = (each.view(length, channels).t()[:, :whole].reshape(-1, size) for each in (values, squares))
+    return (x.amax(1) - x.amin(1)).square(), weight.sum(1) * (length / whole)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -179,6 +195,8 @@ def menu(way: str, here: Groups, other: Groups) -> list[Choice]:
         return plain
     if way == "rotated":
         return plain + turned
+    if way == "channel":
+        return plain + _within(here, count * GROUP)
     if way == "range":
         return plain + _two_widths(here, here.step2.sqrt(), here.step2 == 0)
     if way == "oracle":
@@ -189,6 +207,18 @@ def menu(way: str, here: Groups, other: Groups) -> list[Choice]:
     void = (other.step2.view(other.rows, -1).amax(0) == 0).repeat(here.rows)
     found = plain + _two_widths(here, merit, void)
     return found + (turned + _two_widths(here, merit, void, rotated=True) if way == "place+rotated" else [])
+
+
+def _within(groups: Groups, numel: int) -> list[Choice]:
+    """Codes of groups within channels, of ``numel`` elements."""
+    if groups.within is None:
+        return []
+    step2, weight = groups.within
+    metadata = METADATA * GROUP * len(step2) / 8
+    return [
+        (bits * numel / 8 + metadata, float((step2 * weight).sum()) / (12 * float(2**bits - 1) ** 2))
+        for bits in WIDTHS[1:]
+    ]
 
 
 def _two_widths(groups: Groups, merit: Tensor, void: Tensor, rotated: bool = False) -> list[Choice]:

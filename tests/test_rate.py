@@ -78,6 +78,16 @@ def test_rotation_spreads_what_sticks_out() -> None:
     assert least("rotated", sharp, sharp, 4) < least("plain", sharp, sharp, 4) / 4
 
 
+def test_a_channel_that_sticks_out_widens_no_other_where_groups_lie_within_channels() -> None:
+    values = 0.01 * torch.randn(ROWS * PLACES, rate.GROUP, generator=torch.Generator().manual_seed(0))
+    values[:, 3] *= 100
+    sharp = rate._groups(values.flatten(), torch.ones(values.numel()), ROWS, channels=rate.GROUP)
+    # Groups of 32 have a bit of metadata an element, in the place of an eighth.
+    assert least("channel", sharp, sharp, 4) < least("plain", sharp, sharp, 4) / 3
+    assert sharp.within is not None
+    assert float(sharp.within[1].sum()) == values.numel()
+
+
 def test_speakers_are_split_by_the_order_of_their_speeches() -> None:
     text = "\n\n".join(f"{name}:\n{name} says {count}" for count in range(10) for name in ("Anne", "Bob"))
     train, test = speakers.speeches(text)
