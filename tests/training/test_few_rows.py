@@ -98,7 +98,7 @@ LOSSES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[tuple[int, int]]) -> None:
     reduce, loss_of = LOSSES[name]
     torch.manual_seed(0)
-    x = torch.randn(ROWS, 4, WIDTH)
+    x = torch.randn(ROWS, 32, WIDTH)
     few, whole = Net(reduce), Net(reduce)
     whole.load_state_dict(few.state_dict())
     # Sizes that never vary leave nothing to cut by.
@@ -435,7 +435,7 @@ def test_inputs_with_a_history_do_not_hold_it() -> None:
 def test_rows_are_taken_from_all_over_the_batch(cut: list[tuple[int, int]]) -> None:
     """Sorted rows would not stand for all."""
     torch.manual_seed(0)
-    x, weights = torch.randn(ROWS, 4, WIDTH), torch.linspace(0.2, 2, ROWS).view(-1, 1, 1)
+    x, weights = torch.randn(ROWS, 32, WIDTH), torch.linspace(0.2, 2, ROWS).view(-1, 1, 1)
     few, whole = Net(), Net()
     whole.load_state_dict(few.state_dict())
     for model, options in ((few, {}), (whole, {"dynamic": False})):
