@@ -22,6 +22,8 @@ NOISE_LIMIT = 0.1
 WORTHWHILE = 0.95
 # Bits an element that graphs give up where eager PyTorch's codes take more than the budget.
 MOST_GIVEN_UP = 0.5
+# Budgets with more bits, and bounds on the noise, are kept without codes that take time.
+TIGHT_BITS = 4
 # What takes more bytes than a uniform width's must add so many times less, as two more bits would.
 WORTH_BYTES = 16
 
@@ -61,7 +63,7 @@ def choose_plan(
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
     roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
     group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
-    listed = list_choices(items, roundings=roundings, group_sizes=group_sizes)
+    listed = list_choices(items, roundings=roundings, group_sizes=group_sizes, per_channel=_is_tight(config))
     # Every run of a graph stores a copy and adds a variance.
     menus = [
         [replace(c, nbytes=graph.runs * c.nbytes, variance=graph.runs * c.variance) for c in menu]
@@ -166,6 +168,11 @@ def _choose(
     # A model that is mostly eager cannot meet its budget by what little its graphs save.
     given_up = min(eager_excess, MOST_GIVEN_UP / 8 * numel)
     return allocate_bits(menus, config.budget_bits / 8 * numel + exact - given_up)
+
+
+def _is_tight(config: Config) -> bool:
+    """Whether a gain in noise is worth time."""
+    return config.max_gradient_noise is None and (config.budget_bits or 0) <= TIGHT_BITS
 
 
 def _why_exact(item: Item) -> str:

@@ -36,20 +36,22 @@ class Item:
     sensitivity: Sensitivity | None
 
 
-def list_choices(items: Sequence[Item], *, roundings: Sequence[str], group_sizes: Sequence[int]) -> list[Menu]:
+def list_choices(
+    items: Sequence[Item], *, roundings: Sequence[str], group_sizes: Sequence[int], per_channel: bool = True
+) -> list[Menu]:
     """A menu for every item, over ``roundings`` and ``group_sizes``.
 
-    What was not measured is taken for as sensitive per element as the mean.
+    ``per_channel``: groups may lie within channels. What was not measured is taken for as sensitive per element as the mean.
     """
     values = [i.sensitivity.value / i.tensor.numel for i in items if i.sensitivity and _is_known(i.sensitivity)]
     known = sorted(value for value in values if value < math.inf)
     mean = sum(known) / len(known) if known and sum(known) > 0 else 1.0
     floor = FLOOR * (known[len(known) // 2] if known else mean) or FLOOR * mean
     codes = _codes(roundings, group_sizes)
-    return [_menu(item, mean, floor, codes) for item in items]
+    return [_menu(item, mean, floor, codes, per_channel) for item in items]
 
 
-def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
+def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code], per_channel: bool) -> Menu:
     tensor, how = item.tensor, item.how
     measured = item.sensitivity if _is_known(item.sensitivity) else None
     sensitivity = tensor.numel * max(mean if measured is None else measured.value / tensor.numel, floor)
@@ -75,7 +77,7 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code]) -> Menu:
             choices.append(Choice(code, nbytes, variance, merged=True))
     if how.values_allowed and not is_crowded and measured is not None:
         choices += _by_place(item, measured, sensitivity, codes)
-        choices += _per_channel(item, measured, sensitivity, codes)
+        choices += _per_channel(item, measured, sensitivity, codes) if per_channel else []
     if how.exact_allowed:
         choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
