@@ -41,7 +41,8 @@ def list_choices(
 ) -> list[Menu]:
     """A menu for every item, over ``roundings`` and ``group_sizes``.
 
-    ``per_channel``: groups may lie within channels. What was not measured is taken for as sensitive per element as the mean.
+    ``per_channel``: groups may lie within channels. What was not measured is taken for as sensitive per element as the
+    mean.
     """
     values = [i.sensitivity.value / i.tensor.numel for i in items if i.sensitivity and _is_known(i.sensitivity)]
     known = sorted(value for value in values if value < math.inf)
