@@ -77,6 +77,13 @@ def _bears_channels_apart(user: fx.Node, value: fx.Node) -> bool:
     return last and all(_bears_channels_apart(behind, user) for behind in user.users)
 
 
+def _all_bear_channels_apart(read: ValueRead, users: Sequence[fx.Node]) -> bool:
+    """Whether nobody minds how ``read`` lies: no view of the same memory, and all other dimensions in their order."""
+    are_in_order = list(read.order[1:]) == list(range(len(read.order) - 1))
+    value = read.value.placeholder
+    return not read.aliases and are_in_order and all(_bears_channels_apart(user, value) for user in users)
+
+
 def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Node]) -> None:
     """``nodes``: those of backward by name, and in the place of masks those that stand for them."""
     value, graph = read.value, read.value.placeholder.graph
@@ -85,11 +92,9 @@ def _load_values(read: ValueRead, sizes: SizeBuilder, nodes: Mapping[str, fx.Nod
     users = [user for node in replaced for user in node.users if user.target is not decompress]
     if not users:
         return
-    bears = not read.aliases and list(read.order[1:]) == list(range(len(read.order) - 1))
-    bears = bears and all(_bears_channels_apart(user, value.placeholder) for user in users)
     with graph.inserting_before(min(users)):
         dense, values = load_blob(sizes, value, like.shape, like.dtype, read.code, read.order)
-        if read.code.per_channel and not bears:
+        if read.code.per_channel and not _all_bear_channels_apart(read, users):
             dense, values = _as_in_memory(dense, read.order)
         if read.fill is not None:
             values = fill_stopped(values, read.fill, partial(add_call, graph))
