@@ -4,6 +4,7 @@ Private, tried with torch 2.11 and 2.13: the names of autograd's nodes that stan
 ("NotImplemented", "NotSupported", "GeneratedBackwardFor"; public would be a way to ask an operator whether it has one).
 """
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -103,15 +104,52 @@ def _refuses(result: torch.Tensor, inputs: list[torch.Tensor], doubtful: bool) -
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, value: torch.Tensor, take: Callable[[torch.Tensor], None]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.take = take
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, slope: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if slope is not None:
+            ctx.take(slope)
+        return None, None, None
 
 
-def begin(value: torch.Tensor) -> torch.Tensor:
-    """The value itself, as the beginning of autograd's graph."""
-    begun: torch.Tensor = _Begin.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
-    return begun
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, give: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.give = give
+        return torch.zeros((), device=value.device)
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.give(), None
+
+
+class Derivative:
+    """Autograd's graph from values that it begins with to values that it ends with.
+
+    The derivative by each of the former is given away as soon as it is there, and by each of the latter asked for when
+    it is needed. `torch.autograd.grad` would hold all of them until it ends.
+    """
+
+    def __init__(self) -> None:
+        # What autograd is to derive by, so that it goes to all beginnings.
+        self._token = torch.zeros((), requires_grad=True)
+        self._ends: list[torch.Tensor] = []
+
+    def begin(self, value: torch.Tensor, take: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """``value``, to begin with; ``take`` gets the derivative by it, where there is one."""
+        begun: torch.Tensor = _Begin.apply(self._token, value, take)  # type: ignore[no-untyped-call]
+        return begun
+
+    def end(self, value: torch.Tensor, give: Callable[[], torch.Tensor]) -> None:
+        """End with ``value``, which depends on a beginning; ``give`` says the derivative by it."""
+        self._ends.append(_End.apply(value, give))  # type: ignore[no-untyped-call]
+
+    def run(self, *, again: bool) -> None:
+        """Go back from the ends to the beginnings; ``again``: not for the last time."""
+        if self._ends:
+            ones = [torch.ones_like(end) for end in self._ends]
+            torch.autograd.grad(self._ends, self._token, ones, retain_graph=again, allow_unused=True)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
-from gact_fx.graphs.differentiable import DifferentiableInterpreter, begin, has_derivative
+from gact_fx.graphs.differentiable import Derivative, DifferentiableInterpreter, has_derivative
 from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
 from gact_fx.profiling.cut_backward import Segment, cut_backward, find_loads, inputs_of, summands
 from gact_fx.profiling.probes import Signs
@@ -115,7 +114,7 @@ class Adjoint:
         for at, segment in enumerate(self._segments):
             crossing = [node for node in segment if node in crosses]
             alive = [node for node in values if dies[node] > at]
-            self._run([node for node in segment if node in needed], values, {*crossing, *alive})
+            self._run([node for node in segment if node in needed], values, {*crossing, *alive}, self._load)
             for node in crossing:
                 value = values[node]
                 self._kept[node] = pack(value, len(self._kept)) if isinstance(value, torch.Tensor) else value
@@ -130,66 +129,48 @@ class Adjoint:
             self._kept.pop(node, None)
 
     def _replay(self, segment: Segment, ends: list[fx.Node], *, doubtful: bool = False) -> None:
-        values = {node: self._load(node) for node in inputs_of(segment)}
-        inputs: dict[fx.Node, GradientEdge] = {}
-        taken: dict[fx.Node, torch.Tensor] = {}
-        with torch.enable_grad():
-            for node, value in values.items():
-                if self._sources[node] and has_derivative(value):
-                    values[node] = begin(value)
-                    inputs[node] = get_gradient_edge(values[node])
-            edges: dict[fx.Node, GradientEdge] = {}
-            returned: dict[fx.Node, torch.Tensor] = {}
-
-            def drop(node: fx.Node, value: Any) -> None:
-                if node not in ends or not isinstance(value, torch.Tensor):
-                    return
-                # Autograd holds those values that it needs; edges of its graph hold none.
-                if value.requires_grad:
-                    edges[node] = get_gradient_edge(value)
-                if node in self._positions:
-                    # What `_arrived` asks of a gradient takes no memory.
-                    returned[node] = value.detach().new_empty(()).expand(value.shape)
-
-            with compressed_saved_tensors():
-                self._run(segment, values, {}, doubtful, taken, drop)
-        outputs = {node: edges[node] for node in ends if node in edges}
-        values.clear()
-        before = {node: list(self._coefficient_slopes.get(node, [])) for node in taken}
-        taken.clear()
+        derivative = Derivative()
         ahead = {node: self._slopes.take(node) for node in ends if node in self._slopes}
-        for probe in self._probes if outputs and inputs else ():
-            slopes = [self._all_of(node, probe, ahead.get(node), returned.get(node)) for node in outputs]
-            is_last = probe == self._probes[-1]
+
+        def begin(node: fx.Node) -> Any:
+            value = self._load(node)
+            if self._sources[node] and has_derivative(value):
+                return derivative.begin(value, partial(self._add_slope, node))
+            return value
+
+        def drop(node: fx.Node, value: Any) -> None:
+            # Autograd holds those values that it needs; the ends of its graph hold none.
+            if node in ends and isinstance(value, torch.Tensor) and value.requires_grad:
+                # What `_arrived` asks of a gradient takes no memory.
+                like = value.detach().new_empty(()).expand(value.shape)
+                derivative.end(value, partial(self._slope_of, node, ahead.get(node), like))
+
+        with torch.enable_grad(), compressed_saved_tensors():
+            self._run(segment, {}, {}, begin, derivative, doubtful, drop)
+        before = self._slopes.snapshot(), {node: list(found) for node, found in self._coefficient_slopes.items()}
+        for probe in self._probes:
             self._probe = probe
             try:
-                found = torch.autograd.grad(
-                    list(outputs.values()),
-                    list(inputs.values()),
-                    slopes,
-                    retain_graph=not is_last,
-                    allow_unused=True,
-                )
+                derivative.run(again=probe != self._probes[-1])
             except RuntimeError:
                 if doubtful or probe:
                     raise
                 # Some operator refuses only now; any other error comes again.
+                self._slopes.restore(before[0])
+                self._coefficient_slopes = before[1]
                 self._slopes.put_back(ahead)
-                self._coefficient_slopes.update(before)
                 return self._replay(segment, ends, doubtful=True)
             for spent in ahead.values():
                 del spent[0]
-            for node, slope in zip(inputs, found, strict=True):
-                if slope is not None:
-                    self._slopes.add(node, probe, slope)
-            # The next probe must not find them beside their codes.
-            del slopes, found, slope
 
-    def _all_of(self, node: fx.Node, probe: int, ahead: Waiting | None, returned: torch.Tensor | None) -> torch.Tensor:
+    def _add_slope(self, node: fx.Node, slope: torch.Tensor) -> None:
+        self._slopes.add(node, self._probe, slope)
+
+    def _slope_of(self, node: fx.Node, ahead: Waiting | None, like: torch.Tensor) -> torch.Tensor:
         """The derivative with respect to what a segment ends with: what waits for it, and what it is by itself."""
         parts = [unpacked(ahead[0])] if ahead else []
-        if returned is not None:
-            parts.append(self._arrived(node, returned, probe))
+        if node in self._positions:
+            parts.append(self._arrived(node, like, self._probe))
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def _arrived(self, node: fx.Node, value: torch.Tensor, probe: int) -> torch.Tensor:
@@ -239,16 +220,18 @@ class Adjoint:
         nodes: Sequence[fx.Node],
         values: dict[fx.Node, Any],
         wanted: Collection[fx.Node],
+        load: Callable[[fx.Node], Any],
+        derivative: Derivative | None = None,
         doubtful: bool = False,
-        taken: dict[fx.Node, torch.Tensor] | None = None,
         drop: Callable[[fx.Node, Any], None] = lambda node, value: None,
     ) -> None:
         """Compute ``nodes`` into ``values``, and ``drop`` after its last use whatever is not ``wanted``.
 
-        ``taken`` gets the coefficients as what depends on tangents reads them.
+        With a ``derivative``, what it is by coefficients is kept: by these as what depends on tangents reads them.
         """
         dies: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set(wanted)
+        taken: dict[fx.Node, torch.Tensor] = {}
         for node in reversed(nodes):
             last = {node, *node.all_input_nodes} - seen
             dies[node] = list(last)
@@ -256,10 +239,10 @@ class Adjoint:
         for node in nodes:
             for i in node.all_input_nodes:
                 if i not in values:
-                    values[i] = self._load(i)
+                    values[i] = load(i)
             read: Callable[[fx.Node], Any] = values.__getitem__
-            if taken is not None and node in self._tangible:
-                read = partial(self._take, values, taken)
+            if derivative is not None and node in self._tangible:
+                read = partial(self._take, values, taken, derivative)
             args, kwargs = fx.map_arg((node.args, node.kwargs), read)
             values[node], is_complete = self._interpreter.call(node, args, kwargs, doubtful=doubtful)
             if not is_complete:
@@ -269,15 +252,25 @@ class Adjoint:
             for dead in dies[node]:
                 drop(dead, values.pop(dead, None))
 
-    def _take(self, values: Mapping[fx.Node, Any], taken: dict[fx.Node, torch.Tensor], node: fx.Node) -> Any:
+    def _take(
+        self,
+        values: Mapping[fx.Node, Any],
+        taken: dict[fx.Node, torch.Tensor],
+        derivative: Derivative,
+        node: fx.Node,
+    ) -> Any:
         value = values[node]
         if node not in self._wanted:
             return value
         if node not in taken:
-            # It may come from an operator that has no derivative.
-            taken[node] = value.view_as(value) if value.requires_grad else begin(value)
             # Of most derivatives little is kept.
-            taken[node].register_hook(partial(self._keep_slope, node))
+            keep = partial(self._keep_slope, node)
+            if value.requires_grad:
+                taken[node] = value.view_as(value)
+                taken[node].register_hook(keep)
+            else:
+                # It comes from an operator that has no derivative.
+                taken[node] = derivative.begin(value, keep)
         return taken[node]
 
     def _keep_slope(self, node: fx.Node, slope: torch.Tensor | None) -> None:

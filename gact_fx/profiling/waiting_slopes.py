@@ -38,6 +38,14 @@ class WaitingSlopes:
         """The derivatives of all probes as they wait, which do so no more; none if nothing arrived."""
         return self._waiting.pop(node, [])
 
+    def snapshot(self) -> dict[fx.Node, Waiting]:
+        """What waits now, to be restored."""
+        return {node: list(waiting) for node, waiting in self._waiting.items()}
+
+    def restore(self, snapshot: dict[fx.Node, Waiting]) -> None:
+        """Have that wait, and nothing else, which did when the snapshot was taken."""
+        self._waiting = snapshot
+
     def put_back(self, taken: Mapping[fx.Node, Waiting]) -> None:
         """Have what was taken wait again."""
         self._waiting.update(taken)
