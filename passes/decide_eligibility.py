@@ -42,8 +42,8 @@ from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
 _STUCK = "backward may have a pole in it, and compares it with other tensors, which would all have to be exact"
-# Width below which rounding query and key of fused attention biases the gradient: at scores sharpened threefold the
-# bias was 12 % at 4 bits, and shrinks fourfold per bit. What a recurrent layer is computed again from is alike.
+# Width from which on what is computed again from query and key of attention bends little, whatever the plan knows
+# (`list_choices`). What a recurrent layer is computed again from is alike.
 CURVED_BITS = 6
 # Coefficients beyond so many times a tensor's elements are not stored in its place.
 MOST_COEFFICIENTS = 4

@@ -110,7 +110,7 @@ class _Begin(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor | None) -> Any:
         if slope is not None:
             ctx.take(slope)
         return None, None, None
@@ -123,7 +123,7 @@ class _End(torch.autograd.Function):
         return torch.zeros((), device=value.device)
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         return ctx.give(), None
 
 

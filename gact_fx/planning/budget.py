@@ -56,19 +56,12 @@ def choose_plan(
     """Widths, roundings and group sizes for all tensors of all graphs under one budget.
 
     ``warns``: of a budget that is too tight, and of noise. Where the variance of the minibatch gradient is not known,
-    the ``squared_norm`` of one is a bound of it, in the mean. ``eager_excess`` bytes, which eager PyTorch's codes take
-    beyond ``budget_bits``, the graphs do without.
+    the ``squared_norm`` of one is a bound of it, in the mean; what curved tensors may add is a part of that norm.
+    ``eager_excess`` bytes, which eager PyTorch's codes take beyond ``budget_bits``, the graphs do without.
     """
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
-    roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
-    group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
-    listed = list_choices(items, roundings=roundings, group_sizes=group_sizes, per_channel=_is_tight(config))
-    # Every run of a graph stores a copy and adds a variance.
-    menus = [
-        [replace(c, nbytes=graph.runs * c.nbytes, variance=graph.runs * c.variance) for c in menu]
-        for (graph, _, _), menu in zip(tensors, listed, strict=True)
-    ]
+    menus = _menus(items, [graph.runs for graph, _, _ in tensors], config, squared_norm)
     # What nothing but exact will do for is not compressed, and takes nothing from the others' bits.
     numel = sum(graph.runs * t.numel for (graph, t, _), menu in zip(tensors, menus, strict=True) if _has_codes(menu))
     chosen = _choose(menus, graphs, config, minibatch_variance, numel, warns, eager_excess)
@@ -103,6 +96,21 @@ def choose_plan(
     if most is not None and warns:
         _warn_of_noise(menus, variance, most, numel, is_bound=minibatch_variance is None)
     return replace(plan, variance=variance)
+
+
+def _menus(items: Sequence[Item], runs: Sequence[int], config: Config, squared_norm: float | None) -> list[Menu]:
+    """The choices for every tensor, with the bytes and the variance of all ``runs`` of its graph."""
+    roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
+    group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
+    curved = sum(count for item, count in zip(items, runs, strict=True) if item.how.min_bits > 1)
+    menus = list_choices(
+        items, roundings=roundings, group_sizes=group_sizes, per_channel=_is_tight(config),
+        squared_norm=squared_norm / curved if squared_norm and curved and config.adaptive else None,
+    )  # fmt: skip
+    return [
+        [replace(c, nbytes=count * c.nbytes, variance=count * c.variance) for c in menu]
+        for menu, count in zip(menus, runs, strict=True)
+    ]
 
 
 def is_better(plan: Plan, before: Plan, graphs: Sequence[GraphTensors], config: Config) -> bool:

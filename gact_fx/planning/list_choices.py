@@ -18,6 +18,10 @@ from gact_fx.records import SavedTensor, Sensitivity
 FLOOR = 1e-2
 # What a squared bias counts beside a variance: averages over steps, momentum's over ten or so, leave it as it is.
 BIAS_WEIGHT = 10.0
+# Query and key of attention that backward computes again bend what it differentiates. First order says nothing of that,
+# and less at initialisation than later. At scores sharpened threefold the gradient was biased by such a share of its
+# norm at 4 bits, and four times less with every bit more.
+CURVED_BIAS, CURVED_AT = 0.12, 4
 # The elements of a channel lie apart, so that codes of groups within channels take a few per cent of a layer's time.
 # They are for widths whose steps are as large as values, and must add so many times what codes of neighbours do.
 NARROW_BITS, WORTH_MOVING = 2, 0.5
@@ -37,22 +41,30 @@ class Item:
 
 
 def list_choices(
-    items: Sequence[Item], *, roundings: Sequence[str], group_sizes: Sequence[int], per_channel: bool = True
+    items: Sequence[Item],
+    *,
+    roundings: Sequence[str],
+    group_sizes: Sequence[int],
+    per_channel: bool = True,
+    squared_norm: float | None = None,
 ) -> list[Menu]:
     """A menu for every item, over ``roundings`` and ``group_sizes``.
 
     ``per_channel``: groups may lie within channels. What was not measured is taken for as sensitive per element as the
-    mean.
+    mean. ``squared_norm`` is that of the gradient for every curved tensor; where it is None, these keep their least
+    widths.
     """
     values = [i.sensitivity.value / i.tensor.numel for i in items if i.sensitivity and _is_known(i.sensitivity)]
     known = sorted(value for value in values if value < math.inf)
     mean = sum(known) / len(known) if known and sum(known) > 0 else 1.0
     floor = FLOOR * (known[len(known) // 2] if known else mean) or FLOOR * mean
     codes = _codes(roundings, group_sizes)
-    return [_menu(item, mean, floor, codes, per_channel) for item in items]
+    return [_menu(item, mean, floor, codes, per_channel, squared_norm) for item in items]
 
 
-def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code], per_channel: bool) -> Menu:
+def _menu(
+    item: Item, mean: float, floor: float, codes: Sequence[Code], per_channel: bool, squared_norm: float | None
+) -> Menu:
     tensor, how = item.tensor, item.how
     measured = item.sensitivity if _is_known(item.sensitivity) else None
     sensitivity = tensor.numel * max(mean if measured is None else measured.value / tensor.numel, floor)
@@ -62,11 +74,13 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code], per_chan
     is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
     for code in codes if how.values_allowed and not is_crowded else ():
         # Where backward bends, nothing but a measurement tells what rounding does.
-        if code.bits < how.min_bits or (how.bends and measured is None):
+        if (squared_norm is None and code.bits < how.min_bits) or (how.bends and measured is None):
             continue
+        curved = _of_curvature(how, code, squared_norm)
         nbytes = _nbytes(item, TensorPlan(tensor.key, code))
         variance = _measured_variance(code, measured, sensitivity)
-        choices.append(Choice(code, nbytes, sensitivity * relative_variance(code) if variance is None else variance))
+        variance = sensitivity * relative_variance(code) if variance is None else variance
+        choices.append(Choice(code, nbytes, variance + curved))
         if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
             continue
         variance = _measured_variance(code, measured, sensitivity, merged=True)
@@ -75,9 +89,9 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code], per_chan
         # Otherwise it is not known what is done to the elements that the mask stops.
         if variance is not None:
             nbytes = _nbytes(item, TensorPlan(tensor.key, code, merged=True))
-            choices.append(Choice(code, nbytes, variance, merged=True))
+            choices.append(Choice(code, nbytes, variance + curved, merged=True))
     if how.values_allowed and not is_crowded and measured is not None:
-        choices += _by_place(item, measured, sensitivity, codes)
+        choices += _by_place(item, measured, sensitivity, codes, squared_norm)
         choices += _per_channel(item, measured, sensitivity, codes) if per_channel else []
     if how.exact_allowed:
         choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
@@ -89,7 +103,16 @@ def _menu(item: Item, mean: float, floor: float, codes: Sequence[Code], per_chan
     return [Choice(widest, _nbytes(item, TensorPlan(tensor.key, widest, stored=stored)), 0.0, stored=stored)]
 
 
-def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
+def _of_curvature(how: Quantize, code: Code, squared_norm: float | None) -> float:
+    """What codes of a curved tensor are to count for beyond first order, as a part of the ``squared_norm``."""
+    if how.min_bits == 1 or squared_norm is None:
+        return 0.0
+    return BIAS_WEIGHT * (CURVED_BIAS * 4.0 ** (CURVED_AT - code.bits)) ** 2 * squared_norm
+
+
+def _by_place(
+    item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code], squared_norm: float | None
+) -> list[Choice]:
     """The choices with widths by place."""
     choices: list[Choice] = []
     if item.how.order[:1] != (0,):
@@ -104,7 +127,8 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):
                 code = replace(like, bits=min(run.bits for run in runs_of(pattern.by_place)), by_place=pattern.by_place)
-                choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), math.fsum(known)))
+                variance = math.fsum(known) + _of_curvature(item.how, code, squared_norm)
+                choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), variance))
     return choices
 
 

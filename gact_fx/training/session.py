@@ -25,7 +25,7 @@ from gact_fx.training.lifecycle import Lifecycle, State
 from gact_fx.training.progress import profiling_bar, say, say_planned, sizes
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
-from gact_fx.training.sample import Sample
+from gact_fx.training.sample import Sample, mean_of_known
 
 log = logging.getLogger("gact_fx")
 # Steps that are profiled because the plan was made without a graph that they run.
@@ -233,20 +233,17 @@ class Session:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
         self._is_among_ranks = True
         return Sample(
-            self.profiles if is_first or self._has_sample else {},
-            self.eager_bytes(),
-            self.minibatch_variance,
-            self.config.max_gradient_noise,
-            self.plan if is_first else None,
-            self.lifecycle.state is State.FAILED,
-        )
+            self.profiles if is_first or self._has_sample else {}, self.eager_bytes(),
+            self.minibatch_variance, self.squared_norm, self.config.max_gradient_noise,
+            self.plan if is_first else None, self.lifecycle.state is State.FAILED,
+        )  # fmt: skip
 
     def plan_together(self, samples: Sequence[Sample], is_first: bool) -> bool:
         """Make the plan from what all ranks bring, the same on all of them; False where the plan there is stays."""
-        variances = [s.minibatch_variance for s in samples if s.minibatch_variance is not None]
-        self.minibatch_variance = sum(variances) / len(variances) if variances else None
+        self.minibatch_variance = mean_of_known([s.minibatch_variance for s in samples])
+        self.squared_norm = mean_of_known([s.squared_norm for s in samples])
         asked = next((s.max_gradient_noise for s in samples if s.max_gradient_noise is not None), None)
-        self.config = replace(self.config, max_gradient_noise=asked if variances else None)
+        self.config = replace(self.config, max_gradient_noise=asked if self.minibatch_variance is not None else None)
         self.profiles = merged([sample.profiles for sample in samples])
         if is_first:
             # Plans that the ranks made apart are nothing to compare with.

@@ -245,7 +245,8 @@ def test_not_adaptive_is_one_width() -> None:
     first, *rest = tensors.analysis.encodings
     assert isinstance(first, Quantize)
     analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, min_bits=6), *rest))
-    plan = choose_plan([replace(tensors, analysis=analysis)], Config(budget_bits=3, adaptive=False), "m", None)
+    config = Config(budget_bits=3, adaptive=False)
+    plan = choose_plan([replace(tensors, analysis=analysis)], config, "m", None, squared_norm=1.0)
     found = [replace(entry.code, seed=0) for entry in plan.graphs[0].tensors if entry.code is not None]
     assert found == [Code(6, "stochastic", 256), *[Code(3, "stochastic", 256)] * 3]
 
