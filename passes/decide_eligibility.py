@@ -42,9 +42,8 @@ from gact_fx.records import SavedTensor
 
 _TOO_LARGE = "the decisions that backward takes by it would need as much memory as the tensor"
 _STUCK = "backward may have a pole in it, and compares it with other tensors, which would all have to be exact"
-# Width from which on what is computed again from query and key of attention bends little, whatever the plan knows
-# (`list_choices`). What a recurrent layer is computed again from is alike.
-CURVED_BITS = 6
+# Width from which on what a recurrent layer computes again bends little.
+RECURRENT_BITS = 6
 # Coefficients beyond so many times a tensor's elements are not stored in its place.
 MOST_COEFFICIENTS = 4
 
@@ -170,9 +169,11 @@ class _Decisions:
         mask_numel = self._mask_numel.get(name, 0)
         if name not in self.read:
             return Mask(name, "backward only compares it", order, own, mask_numel)
-        min_bits, exact_allowed = CURVED_BITS if name in self._readers.curved else 1, self._sole.issuperset(own)
-        bends = self._bends(tensor, self._nodes[name], own)
-        return Quantize(name, "", order, own, mask_numel, min_bits=min_bits, exact_allowed=exact_allowed, **bends)
+        min_bits = RECURRENT_BITS if name in self._readers.recurrent else 1
+        return Quantize(
+            name, "", order, own, mask_numel, min_bits=min_bits, is_curved=name in self._readers.curved,
+            exact_allowed=self._sole.issuperset(own), **self._bends(tensor, self._nodes[name], own),
+        )  # fmt: skip
 
     def _bends(self, tensor: SavedTensor, stored: fx.Node, masks: Sequence[str]) -> dict[str, Any]:
         """Whether backward bends in a tensor, of which ``stored`` has the values, and what else may then be stored."""

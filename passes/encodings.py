@@ -156,13 +156,13 @@ class Quantize(Encoding):
 
     ``order`` lists the dimensions from the slowest to the fastest in memory. ``masks`` names the backward nodes whose
     exact boolean values, of ``mask_numel`` elements in all, travel in the blob; ``merges`` the one of these that the
-    codes themselves can tell, if the plan says so. ``min_bits``, above 1: backward bends in what it computes again of
-    it, and narrower codes need the gradient's size. ``bends``: backward is not affine in it (``is_tame``: but has no
-    poles; ``has_poles``: some lie among numbers of order one; ``unknown``: this operator may do anything), and in the
-    ``coefficients``, which may be stored instead, it is. ``statistics`` are the kept tensors, with their bytes, that
-    backward reads for the sake of what it computes of this one, and that no other tensor pays for. ``exact_allowed``:
-    the plan may keep it exact, since its masks then follow from it alone. ``values_allowed``: the plan may store
-    codes of its values, for no pole lies where those of another tensor lead together with them.
+    codes themselves can tell, if the plan says so. ``is_curved``: attention that is computed again bends in it.
+    ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``has_poles``: some lie among numbers of
+    order one; ``unknown``: this operator may do anything), and in the ``coefficients``, which may be stored instead,
+    it is. ``statistics`` are the kept tensors, with their bytes, that backward reads for the sake of what it computes
+    of this one, and that no other tensor pays for. ``exact_allowed``: the plan may keep it exact, since its masks
+    then follow from it alone. ``values_allowed``: the plan may store codes of its values, for no pole lies where
+    those of another tensor lead together with them.
     """
 
     order: tuple[int, ...]
@@ -171,6 +171,7 @@ class Quantize(Encoding):
     merges: str = ""
     standardization: Standardization | None = None
     min_bits: int = 1
+    is_curved: bool = False
     bends: bool = False
     is_tame: bool = False
     has_poles: bool = False
@@ -231,7 +232,7 @@ class Quantize(Encoding):
         values = ("values",) if self.values_allowed else ()
         if (entry.merged and not self.merges) or entry.stored not in (*values, *self.other_ways()):
             return False
-        return entry.code.bits != BFLOAT16_BITS or self.takes_bfloat16(tensor)
+        return entry.code.bits >= self.min_bits and (entry.code.bits != BFLOAT16_BITS or self.takes_bfloat16(tensor))
 
     def takes_bfloat16(self, tensor: SavedTensor) -> bool:
         """Whether what is stored has a dtype that bfloat16 is half of."""

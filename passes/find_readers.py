@@ -26,13 +26,14 @@ class Readers:
     """What reads the saved tensors, or what follows from them in backward.
 
     ``nonlinear``: saved tensor → an operator that is not linear in it. ``unknown``: saved tensor → one of which nothing
-    is known. ``curved``: the saved tensors from which backward computes again what it then differentiates, and which
-    bends: the query and key of attention, and what recurrent layers read.
+    is known. From the rest backward computes again what it then differentiates, and which bends: ``curved`` are the
+    query and key of attention, ``recurrent`` is what recurrent layers read.
     """
 
     nonlinear: dict[str, str]
     unknown: dict[str, str]
     curved: frozenset[str]
+    recurrent: frozenset[str]
 
 
 def find_readers(
@@ -45,6 +46,7 @@ def find_readers(
     nonlinear: dict[str, str] = {}
     unknown: dict[str, str] = {}
     curved: set[str] = set()
+    recurrent: set[str] = set()
     derivable = derivable_nodes(pair)
     for placeholder in pair.backward.graph.find_nodes(op="placeholder"):
         if placeholder.name not in lossy:
@@ -54,13 +56,14 @@ def find_readers(
         for node, user in reads:
             if not is_known(user):
                 unknown.setdefault(placeholder.name, str(user.target))
-            again = _QUERY_AND_KEY if recomputes(user) else COMPUTED_AGAIN.get(packet_of(user), ())
             enters_attention = user.name in attention and node.name not in attention
-            if enters_attention or any(user.args[i] is node for i in again):
+            if enters_attention or (recomputes(user) and any(user.args[i] is node for i in _QUERY_AND_KEY)):
                 curved.add(placeholder.name)
+            if any(user.args[i] is node for i in COMPUTED_AGAIN.get(packet_of(user), ())):
+                recurrent.add(placeholder.name)
             if _is_nonlinear(node, user, derivable):
                 nonlinear.setdefault(placeholder.name, str(user.target))
-    return Readers(nonlinear, unknown, frozenset(curved))
+    return Readers(nonlinear, unknown, frozenset(curved), frozenset(recurrent))
 
 
 def _is_nonlinear(node: fx.Node, user: fx.Node, derivable: Collection[fx.Node]) -> bool:

@@ -102,7 +102,7 @@ def _menus(items: Sequence[Item], runs: Sequence[int], config: Config, squared_n
     """The choices for every tensor, with the bytes and the variance of all ``runs`` of its graph."""
     roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
     group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
-    curved = sum(count for item, count in zip(items, runs, strict=True) if item.how.min_bits > 1)
+    curved = sum(count for item, count in zip(items, runs, strict=True) if item.how.is_curved)
     menus = list_choices(
         items, roundings=roundings, group_sizes=group_sizes, per_channel=_is_tight(config),
         squared_norm=squared_norm / curved if squared_norm and curved and config.adaptive else None,

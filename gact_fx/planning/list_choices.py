@@ -20,8 +20,8 @@ FLOOR = 1e-2
 BIAS_WEIGHT = 10.0
 # Query and key of attention that backward computes again bend what it differentiates. First order says nothing of that,
 # and less at initialisation than later. At scores sharpened threefold the gradient was biased by such a share of its
-# norm at 4 bits, and four times less with every bit more.
-CURVED_BIAS, CURVED_AT = 0.12, 4
+# norm at 4 bits, and four times less with every bit more. Where the norm is not known, so many bits are the least.
+CURVED_BIAS, CURVED_AT, CURVED_BITS = 0.12, 4, 6
 # The elements of a channel lie apart, so that codes of groups within channels take a few per cent of a layer's time.
 # They are for widths whose steps are as large as values, and must add so many times what codes of neighbours do.
 NARROW_BITS, WORTH_MOVING = 2, 0.5
@@ -51,8 +51,8 @@ def list_choices(
     """A menu for every item, over ``roundings`` and ``group_sizes``.
 
     ``per_channel``: groups may lie within channels. What was not measured is taken for as sensitive per element as the
-    mean. ``squared_norm`` is that of the gradient for every curved tensor; where it is None, these keep their least
-    widths.
+    mean. ``squared_norm``, of the gradient over the number of curved tensors, says what codes of these may add; where
+    it is None, these have `CURVED_BITS` at least.
     """
     values = [i.sensitivity.value / i.tensor.numel for i in items if i.sensitivity and _is_known(i.sensitivity)]
     known = sorted(value for value in values if value < math.inf)
@@ -74,7 +74,7 @@ def _menu(
     is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
     for code in codes if how.values_allowed and not is_crowded else ():
         # Where backward bends, nothing but a measurement tells what rounding does.
-        if (squared_norm is None and code.bits < how.min_bits) or (how.bends and measured is None):
+        if code.bits < _least_bits(how, squared_norm) or (how.bends and measured is None):
             continue
         curved = _of_curvature(how, code, squared_norm)
         nbytes = _nbytes(item, TensorPlan(tensor.key, code))
@@ -103,9 +103,13 @@ def _menu(
     return [Choice(widest, _nbytes(item, TensorPlan(tensor.key, widest, stored=stored)), 0.0, stored=stored)]
 
 
+def _least_bits(how: Quantize, squared_norm: float | None) -> int:
+    return max(how.min_bits, CURVED_BITS) if how.is_curved and squared_norm is None else how.min_bits
+
+
 def _of_curvature(how: Quantize, code: Code, squared_norm: float | None) -> float:
     """What codes of a curved tensor are to count for beyond first order, as a part of the ``squared_norm``."""
-    if how.min_bits == 1 or squared_norm is None:
+    if not how.is_curved or squared_norm is None:
         return 0.0
     return BIAS_WEIGHT * (CURVED_BIAS * 4.0 ** (CURVED_AT - code.bits)) ** 2 * squared_norm
 
@@ -122,7 +126,7 @@ def _by_place(
         if like.bits != WIDTHS[-1] or places is None:
             continue
         added = {bits: _measured_variance(replace(like, bits=bits), measured, sensitivity) for bits in WIDTHS}
-        for pattern in list_patterns(places, item.how.min_bits):
+        for pattern in list_patterns(places, CURVED_BITS if item.how.is_curved else item.how.min_bits):
             terms = [(share, added[bits]) for bits, share in pattern.shares.items()]
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):

@@ -39,7 +39,10 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
 
 def _widths(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> list[tuple[SavedValue, int]]:
     """The saved codes that are to be narrower than they are, with their widths."""
-    least = {how.name: max(bits, how.min_bits, LEAST_WHERE_BENT * how.bends) for _, how in analysis.quantized()}
+    least = {
+        how.name: max(bits, how.min_bits, LEAST_WHERE_BENT * (how.bends or how.is_curved))
+        for _, how in analysis.quantized()
+    }
     codes = [value for value in pair.saved_values() if value.name in least and value.source.target is compress]
     return [(v, least[v.name]) for v in codes if least[v.name] < Code.of_compress(v.source.args).bits <= WIDTHS[-1]]
 

@@ -244,7 +244,7 @@ def test_not_adaptive_is_one_width() -> None:
     tensors = graph(*VALUES, exact=True)
     first, *rest = tensors.analysis.encodings
     assert isinstance(first, Quantize)
-    analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, min_bits=6), *rest))
+    analysis = GraphAnalysis(tensors.analysis.saved, (replace(first, is_curved=True), *rest))
     config = Config(budget_bits=3, adaptive=False)
     plan = choose_plan([replace(tensors, analysis=analysis)], config, "m", None, squared_norm=1.0)
     found = [replace(entry.code, seed=0) for entry in plan.graphs[0].tensors if entry.code is not None]

@@ -81,8 +81,13 @@ def test_a_least_width() -> None:
     assert {choice.bits for choice in menu} == {6, 7, 8, 16, None}
 
 
-def test_of_a_gradient_of_known_size_curvature_has_a_share_instead_of_a_least_width() -> None:
-    (curved,), (plain,) = menus(item(2.0, min_bits=6), squared_norm=50.0), menus(item(2.0))
+def test_of_a_gradient_of_unknown_size_curvature_has_a_least_width() -> None:
+    (menu,) = menus(item(2.0, is_curved=True))
+    assert {choice.bits for choice in menu} == {6, 7, 8, 16, None}
+
+
+def test_of_a_gradient_of_known_size_curvature_has_a_share() -> None:
+    (curved,), (plain,) = menus(item(2.0, is_curved=True), squared_norm=50.0), menus(item(2.0))
     assert {choice.bits for choice in curved} == {choice.bits for choice in plain}
     # A bias of 12 % of the gradient's norm at 4 bits counts tenfold, and is four times less with every bit more.
     for bits, share in ((4, 0.12), (5, 0.03), (3, 0.48)):
