@@ -161,8 +161,8 @@ class Quantize(Encoding):
     order one; ``unknown``: this operator may do anything), and in the ``coefficients``, which may be stored instead,
     it is. ``statistics`` are the kept tensors, with their bytes, that backward reads for the sake of what it computes
     of this one, and that no other tensor pays for. ``exact_allowed``: the plan may keep it exact, since its masks
-    then follow from it alone. ``values_allowed``: the plan may store codes of its values, for no pole lies where
-    those of another tensor lead together with them.
+    then follow from it alone. ``values_allowed``: it may store codes of the values: no pole lies where other tensors'
+    codes lead with these.
     """
 
     order: tuple[int, ...]
