@@ -159,10 +159,9 @@ class Quantize(Encoding):
     codes themselves can tell, if the plan says so. ``is_curved``: attention that is computed again bends in it.
     ``bends``: backward is not affine in it (``is_tame``: but has no poles; ``has_poles``: some lie among numbers of
     order one; ``unknown``: this operator may do anything), and in the ``coefficients``, which may be stored instead,
-    it is. ``statistics`` are the kept tensors, with their bytes, that backward reads for the sake of what it computes
-    of this one, and that no other tensor pays for. ``exact_allowed``: the plan may keep it exact, since its masks
-    then follow from it alone. ``values_allowed``: it may store codes of the values: no pole lies where other tensors'
-    codes lead with these.
+    it is. ``statistics`` are kept tensors, with their bytes, that backward reads for its sake, and that no other one
+    pays for. ``exact_allowed``: the plan may keep it exact, since its masks then follow from it alone.
+    ``values_allowed``: it may store codes of the values: no pole lies where other tensors' codes lead with these.
     """
 
     order: tuple[int, ...]
