@@ -89,8 +89,8 @@ def test_of_a_gradient_of_unknown_size_curvature_has_a_least_width() -> None:
 def test_of_a_gradient_of_known_size_curvature_has_a_share() -> None:
     (curved,), (plain,) = menus(item(2.0, is_curved=True), squared_norm=50.0), menus(item(2.0))
     assert {choice.bits for choice in curved} == {choice.bits for choice in plain}
-    # A bias of 12 % of the gradient's norm at 4 bits counts tenfold, and is four times less with every bit more.
-    for bits, share in ((4, 0.12), (5, 0.03), (3, 0.48)):
+    # A bias of 1 % of the gradient's norm at 4 bits counts tenfold, and is four times less with every bit more.
+    for bits, share in ((4, 0.01), (5, 0.0025), (3, 0.04)):
         more = find(curved, bits).variance - find(plain, bits).variance
         assert more == pytest.approx(10 * share**2 * 50.0)
     assert find(curved, None).variance == 0
