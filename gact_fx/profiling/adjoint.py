@@ -160,6 +160,8 @@ class Adjoint:
                 self._coefficient_slopes = before[1]
                 self._slopes.put_back(ahead)
                 return self._replay(segment, ends, doubtful=True)
+            # What was replaced need not be restored any more.
+            before = {}, {}
             for spent in ahead.values():
                 del spent[0]
 

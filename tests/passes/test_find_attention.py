@@ -160,10 +160,20 @@ def test_a_bias_of_parameters_is_computed_again() -> None:
     assert not stored_pairs(model)
 
 
-def test_query_and_key_get_six_bits_at_least() -> None:
+def bits_of_heads(**options: Any) -> list[float]:
+    """Of query, key and value, from the fewest up."""
     x, model = torch.randn(4, LENGTH, WIDTH), Attention()
-    gact_fx.compile(model, budget_bits=3, inner="eager", sample_batches=[x], loss_fn=lambda model, x: model(x)[0])
+    gact_fx.compile(model, inner="eager", sample_batches=[x], loss_fn=lambda model, x: model(x)[0], **options)
     model(x)[0].backward()
-    heads = [row.bits or 0 for row in gact_fx.inspect(model).rows if {*row.shape[1:]} == {LENGTH, WIDTH // HEADS}]
-    _, *query_and_key = sorted(heads)
-    assert len(query_and_key) == 2 and min(query_and_key) >= 6
+    rows = gact_fx.inspect(model).rows
+    return sorted(row.bits or 0 for row in rows if {*row.shape[1:]} == {LENGTH, WIDTH // HEADS})
+
+
+def test_one_width_for_all_is_six_bits_for_query_and_key() -> None:
+    assert bits_of_heads(budget_bits=3, adaptive=False) == [3, 6, 6]
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [(2, 2, 5), (3, 3, 6), (8, 6, 16)])
+def test_query_and_key_get_what_the_budget_has_for_them(budget: float, least: int, most: int) -> None:
+    _, *query_and_key = bits_of_heads(budget_bits=budget)
+    assert all(least <= bits <= most for bits in query_and_key)
