@@ -7,7 +7,7 @@ import torch
 from gact_fx.graphs.differentiable import Derivative
 
 
-def test_derivatives_are_those_of_autograd():
+def test_derivatives_are_those_of_autograd() -> None:
     x, y = torch.randn(5), torch.randn(5)
     taken: dict[str, torch.Tensor] = {}
     derivative = Derivative()
@@ -24,7 +24,7 @@ def test_derivatives_are_those_of_autograd():
     assert torch.equal(taken["x"], 2 * slopes["sum"])
 
 
-def test_a_derivative_is_let_go_of_before_the_next_is_asked_for():
+def test_a_derivative_is_let_go_of_before_the_next_is_asked_for() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
@@ -43,7 +43,7 @@ def test_a_derivative_is_let_go_of_before_the_next_is_asked_for():
     assert most == 1
 
 
-def test_nothing_to_end_with_is_nothing_to_do():
+def test_nothing_to_end_with_is_nothing_to_do() -> None:
     derivative = Derivative()
     derivative.begin(torch.randn(5), lambda slope: None)
     derivative.run(again=False)
