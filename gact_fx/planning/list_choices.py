@@ -75,13 +75,12 @@ def _menu(
     is_crowded = how.mask_numel > MOST_MASK_BITS * tensor.numel and how.exact_allowed and not how.other_ways()
     for code in codes if how.values_allowed and not is_crowded else ():
         # Where backward bends, nothing but a measurement tells what rounding does.
-        if code.bits < _least_bits(how, squared_norm) or (how.bends and measured is None):
+        if code.bits < how.min_bits or (how.bends and measured is None):
             continue
-        curved = _of_curvature(how, code, squared_norm)
         nbytes = _nbytes(item, TensorPlan(tensor.key, code))
         variance = _measured_variance(code, measured, sensitivity)
         variance = sensitivity * relative_variance(code) if variance is None else variance
-        choices.append(Choice(code, nbytes, variance + curved))
+        choices.append(Choice(code, nbytes, variance))
         if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
             continue
         variance = _measured_variance(code, measured, sensitivity, merged=True)
@@ -90,10 +89,12 @@ def _menu(
         # Otherwise it is not known what is done to the elements that the mask stops.
         if variance is not None:
             nbytes = _nbytes(item, TensorPlan(tensor.key, code, merged=True))
-            choices.append(Choice(code, nbytes, variance + curved, merged=True))
+            choices.append(Choice(code, nbytes, variance, merged=True))
     if how.values_allowed and not is_crowded and measured is not None:
-        choices += _by_place(item, measured, sensitivity, codes, squared_norm)
+        choices += _by_place(item, measured, sensitivity, codes)
         choices += _per_channel(item, measured, sensitivity, codes) if per_channel else []
+    if how.is_curved:
+        choices = _curved(choices, squared_norm)
     if how.exact_allowed:
         choices.append(Choice(None, _nbytes(item, TensorPlan(tensor.key, None)), 0.0))
     finite = [choice for choice in choices if choice.variance < math.inf]
@@ -104,20 +105,23 @@ def _menu(
     return [Choice(widest, _nbytes(item, TensorPlan(tensor.key, widest, stored=stored)), 0.0, stored=stored)]
 
 
-def _least_bits(how: Quantize, squared_norm: float | None) -> int:
-    return max(how.min_bits, CURVED_BITS) if how.is_curved and squared_norm is None else how.min_bits
+def _curved(choices: Sequence[Choice], squared_norm: float | None) -> list[Choice]:
+    """The choices with what codes of a curved tensor are to count for beyond first order."""
+    found: list[Choice] = []
+    for choice in choices:
+        assert choice.code is not None
+        bits = choice.code.bits
+        if choice.stored != "values":
+            found.append(choice)
+        elif squared_norm is not None:
+            more = BIAS_WEIGHT * (CURVED_BIAS * 4.0 ** (CURVED_AT - bits)) ** 2 * squared_norm
+            found.append(replace(choice, variance=choice.variance + more))
+        elif bits >= CURVED_BITS:
+            found.append(choice)
+    return found
 
 
-def _of_curvature(how: Quantize, code: Code, squared_norm: float | None) -> float:
-    """What codes of a curved tensor are to count for beyond first order, as a part of the ``squared_norm``."""
-    if not how.is_curved or squared_norm is None:
-        return 0.0
-    return BIAS_WEIGHT * (CURVED_BIAS * 4.0 ** (CURVED_AT - code.bits)) ** 2 * squared_norm
-
-
-def _by_place(
-    item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code], squared_norm: float | None
-) -> list[Choice]:
+def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequence[Code]) -> list[Choice]:
     """The choices with widths by place."""
     choices: list[Choice] = []
     if item.how.order[:1] != (0,):
@@ -132,8 +136,7 @@ def _by_place(
             known = [share * variance for share, variance in terms if variance is not None]
             if len(known) == len(terms):
                 code = replace(like, bits=min(run.bits for run in runs_of(pattern.by_place)), by_place=pattern.by_place)
-                variance = math.fsum(known) + _of_curvature(item.how, code, squared_norm)
-                choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), variance))
+                choices.append(Choice(code, _nbytes(item, TensorPlan(item.tensor.key, code)), math.fsum(known)))
     return choices
 
 
