@@ -96,6 +96,19 @@ def test_of_a_gradient_of_known_size_curvature_has_a_share() -> None:
     assert find(curved, None).variance == 0
 
 
+def test_curvature_counts_for_groups_within_channels_too() -> None:
+    first = item(2.0, is_curved=True)
+    assert first.sensitivity is not None
+    by_channel = {replace(code, per_channel=True): v / 4 for code, v in first.sensitivity.variances.items()}
+    known = replace(first.sensitivity, variances=first.sensitivity.variances | by_channel)
+    tensor = replace(first.tensor, shape=(NUMEL // 2, 2), stride=(2, 1))
+    curved = Item(tensor, replace(first.how, order=(0, 1)), known)
+    (unknown,), (counted,) = menus(curved), menus(curved, squared_norm=1e6)
+    assert not any(choice.code and choice.code.per_channel for choice in unknown)
+    found = [choice for choice in counted if choice.code and choice.code.per_channel]
+    assert found and all(choice.variance > 1e5 for choice in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_bfloat16_codes_are_for_float32(dtype: torch.dtype) -> None:
     (menu,) = menus(item(2.0, dtype=dtype))
