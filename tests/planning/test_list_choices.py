@@ -100,7 +100,7 @@ def test_curvature_counts_for_groups_within_channels_too() -> None:
     first = item(2.0, is_curved=True)
     assert first.sensitivity is not None
     by_channel = {replace(code, per_channel=True): v / 4 for code, v in first.sensitivity.variances.items()}
-    known = replace(first.sensitivity, variances=first.sensitivity.variances | by_channel)
+    known = replace(first.sensitivity, variances={**first.sensitivity.variances, **by_channel})
     tensor = replace(first.tensor, shape=(NUMEL // 2, 2), stride=(2, 1))
     curved = Item(tensor, replace(first.how, order=(0, 1)), known)
     (unknown,), (counted,) = menus(curved), menus(curved, squared_norm=1e6)
