@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ GROUP = 256
 METADATA = 32 / GROUP
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 15 / 16)
-WAYS = ("plain", "range", "rotated", "channel", "place", "place+rotated", "oracle")
+WAYS = ("plain", "range", "rotated", "centroids", "channel", "channel+centroids", "place", "place+rotated", "oracle")
 Network = tuple[nn.Module, list[Batch], Callable[[nn.Module, Batch], Tensor]]
 # Bytes and variance.
 Choice = tuple[float, float]
@@ -68,6 +69,7 @@ class Groups:
     weight: Tensor
     energy: Tensor
     rows: int
+    centroids: dict[int, Tensor]
     within: tuple[Tensor, Tensor] | None = None
 
     def variances(self, bits: int, rotated: bool = False) -> Tensor:
@@ -160,6 +162,7 @@ def _groups(values: Tensor, squares: Tensor, rows: int, channels: int = 0) -> Gr
         weight.sum(1),
         (spread * weight).sum(1),
         rows,
+        _centroids(hadamard((x - x.mean(1, keepdim=True)) * signs)),
         _within_channels(values, squares, channels) if channels else None,
     )
 
@@ -171,6 +174,34 @@ def _within_channels(values: Tensor, squares: Tensor, channels: int) -> tuple[Te
     whole = length // size * size
     x, weight = (each.view(length, channels).t()[:, :whole].reshape(-1, size) for each in (values, squares))
     return (x.amax(1) - x.amin(1)).square(), weight.sum(1) * (length / whole)
+
+
+def _centroids(turned: Tensor) -> dict[int, Tensor]:
+    """By bits, the mean squared error of every group in the centroids of a normal distribution (Lloyd-Max), scaled so
+    that the code's product with the group is the group's squared norm: EDEN (Vargaftik et al., ICML 2022), section 3.
+    """
+    norm2 = turned.square().mean(1)
+    scaled = turned / norm2.sqrt().clamp(min=1e-30)[:, None]
+    found = {}
+    for bits in (1, 2, 3, 4):
+        levels = _lloyd_max(bits)
+        code = levels[torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)]
+        scale = scaled.square().mean(1) / (scaled * code).mean(1).clamp(min=1e-30)
+        found[bits] = norm2 * ((scale[:, None] * code - scaled).square().mean(1))
+    return found
+
+
+@functools.cache
+def _lloyd_max(bits: int) -> Tensor:
+    """The levels of least squared error for a normal distribution, in ascending order."""
+    x = torch.linspace(-6, 6, 120_001, dtype=torch.float64)
+    density = (-x.square() / 2).exp()
+    levels = torch.linspace(-2, 2, 2**bits, dtype=torch.float64)
+    for _ in range(500):
+        nearest = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
+        mass = torch.zeros_like(levels).index_add(0, nearest, density)
+        levels = torch.zeros_like(levels).index_add(0, nearest, density * x) / mass
+    return levels.float()
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -195,8 +226,15 @@ def menu(way: str, here: Groups, other: Groups) -> list[Choice]:
         return plain
     if way == "rotated":
         return plain + turned
+    centroids = [
+        (_nbytes(count * bits, count), float((errors * here.weight).sum())) for bits, errors in here.centroids.items()
+    ]
+    if way == "centroids":
+        return plain + centroids
     if way == "channel":
         return plain + _within(here, count * GROUP)
+    if way == "channel+centroids":
+        return plain + _within(here, count * GROUP) + centroids
     if way == "range":
         return plain + _two_widths(here, here.step2.sqrt(), here.step2 == 0)
     if way == "oracle":
