@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "rotation.h"
 
 namespace gact {
 namespace {
@@ -72,8 +73,10 @@ int item_size(ScalarType dtype) {
 Rounding to_rounding(const char* op, std::string_view name) {
   if (name == "stochastic") return Rounding::kStochastic;
   if (name == "dither") return Rounding::kDither;
-  check(name == "nearest", op, "rounding must be one of ('stochastic', 'dither', 'nearest'), got '", name, "'");
-  return Rounding::kNearest;
+  if (name == "nearest") return Rounding::kNearest;
+  check(name == "rotated", op, "rounding must be one of ('stochastic', 'dither', 'nearest', 'rotated'), got '", name,
+        "'");
+  return Rounding::kRotated;
 }
 
 Codec to_codec(const char* op, ScalarType dtype, int64_t bits, int64_t group_size, int64_t seed,
@@ -87,13 +90,13 @@ Codec to_codec(const char* op, ScalarType dtype, int64_t bits, int64_t group_siz
   check(32 <= group_size && group_size <= kMaxGroupSize && power_of_two, op,
         "group_size must be a power of two in [32, 1024], got ", group_size);
   const Rounding how = to_rounding(op, rounding);
-  check(how != Rounding::kDither || bits != kBFloat16Bits, op,
-        "rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'");
+  check((how != Rounding::kDither && how != Rounding::kRotated) || bits != kBFloat16Bits, op, "rounding '", rounding,
+        "' needs bits in [1, 8], got 16; use 'stochastic'");
   const Source source = dtype == ScalarType::Float      ? Source::kFloat32
                         : dtype == ScalarType::BFloat16 ? Source::kBFloat16
                         : dtype == ScalarType::Half     ? Source::kFloat16
                                                         : Source::kFloat64;
-  return {source, how, int(bits), int(group_size), uint64_t(seed)};
+  return {source, rounding_of(how, int(bits)), int(bits), int(group_size), uint64_t(seed)};
 }
 
 Integers to_integers(const char* op, ScalarType dtype, int64_t bits, int64_t numel) {
@@ -161,6 +164,7 @@ std::vector<Run> to_runs(const char* op, std::string_view by_place, int64_t nume
 // Codecs of the runs have seeds one behind the other: groups of one index have noise of their own in each.
 Codec of_run(Codec codec, const Run& run, size_t index) {
   codec.bits = run.bits;
+  codec.rounding = rounding_of(codec.rounding, run.bits);
   codec.seed += index;
   return codec;
 }

@@ -19,7 +19,7 @@ constexpr float kMinStep = 0x1p-100f;  // keeps 1/step far from overflow; a rang
 constexpr int kFraction = 22;          // bits below one step with which elements are rounded: 8 + 22 fit an int32
 constexpr int32_t kHalf = 1 << (kFraction - 1);
 
-enum class Rounding { kStochastic, kDither, kNearest };
+enum class Rounding { kStochastic, kDither, kNearest, kRotated };
 
 // ---- Vectors -----------------------------------------------------------------------------------------------------
 //

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gact_fx.codec.code import Code
+from gact_fx.codec.layout import rounding_of
 from gact_fx.patterns import Places, shares_by_width
 
 
@@ -185,5 +186,6 @@ def _rows_of_all(several: Sequence[Mapping[int, Places]]) -> dict[int, Places]:
 
 
 def _measured(code: Code) -> Code:
-    rounding = "dither" if code.rounding == "dither" else "stochastic"
+    rounding = rounding_of(code.rounding, code.bits)
+    rounding = "stochastic" if rounding == "nearest" else rounding
     return Code(code.bits, rounding, code.group_size, per_channel=code.per_channel)

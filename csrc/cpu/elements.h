@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../codec.h"
+#include "../rotation.h"
 
 namespace gact::cpu {
 namespace {
@@ -113,7 +114,45 @@ struct Plain {
     }
   }
 
+  // Rotated groups
+
+  // Signs at random.
+  template <class Real>
+  static GACT_INLINE void flip_all(Real* __restrict x, int count, uint32_t key) {
+    for_noise<Rounding::kStochastic>(key, count, [&](int j, int32_t n) { x[j] = flip(x[j], n); });
+  }
+
+  // The Walsh-Hadamard transform, not normalised, from the farthest pairs to neighbours.
+  template <class Real>
+  static GACT_INLINE void turn(Real* __restrict x, int count) {
+    for (int half = count / 2; half > 0; half /= 2) turn_pairs(x, count, half);
+  }
+
+  // The codes of what was turned, and the products of both.
+  template <class Real>
+  static GACT_INLINE void find_nearest(const Real* __restrict turned, int count, int bits, Real root,
+                                       uint8_t* __restrict codes, Real* __restrict products) {
+    for (int j = 0; j < count; ++j) {
+      const bool negative = turned[j] < Real(0);
+      const int index = nearest_centroid(turned[j], bits, root);
+      codes[j] = uint8_t(index | (negative ? 1 << (bits - 1) : 0));
+      products[j] = (negative ? -turned[j] : turned[j]) * Real(centroid(bits, index));
+    }
+  }
+
  protected:
+  // Sums and differences of the elements that lie `half` apart.
+  template <class Real>
+  static GACT_INLINE void turn_pairs(Real* __restrict x, int count, int half) {
+    for (Real* first = x; first < x + count; first += 2 * half) {
+      for (int i = 0; i < half; ++i) {
+        const Real a = first[i], b = first[half + i];
+        first[i] = a + b;
+        first[half + i] = a - b;
+      }
+    }
+  }
+
   // Only dither's noise is read again; any other is a constant that goes unused.
   static constexpr Rounding read_noise(Rounding rounding) {
     return rounding == Rounding::kDither ? rounding : Rounding::kNearest;

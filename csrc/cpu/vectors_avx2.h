@@ -19,6 +19,10 @@ struct Vectors8 {
 
   static GACT_INLINE Real minimum(Real a, Real b) { return (Real)_mm256_min_ps((__m256)a, (__m256)b); }
   static GACT_INLINE Real maximum(Real a, Real b) { return (Real)_mm256_max_ps((__m256)a, (__m256)b); }
+  // Every lane gets that of its index.
+  static GACT_INLINE Real permute(Real a, Int index) {
+    return (Real)_mm256_permutevar8x32_ps((__m256)a, (__m256i)index);
+  }
   static GACT_INLINE float lowest(Real a) {
     float result = a[0];
     for (int i = 1; i < kLanes; ++i) result = a[i] < result ? a[i] : result;

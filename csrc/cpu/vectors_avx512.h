@@ -19,6 +19,8 @@ struct Vectors16 {
 
   static GACT_INLINE Real minimum(Real a, Real b) { return (Real)_mm512_min_ps((__m512)a, (__m512)b); }
   static GACT_INLINE Real maximum(Real a, Real b) { return (Real)_mm512_max_ps((__m512)a, (__m512)b); }
+  // Every lane gets that of its index.
+  static GACT_INLINE Real permute(Real a, Int index) { return (Real)_mm512_permutexvar_ps((__m512i)index, (__m512)a); }
   static GACT_INLINE float lowest(Real a) { return _mm512_reduce_min_ps((__m512)a); }
   static GACT_INLINE float highest(Real a) { return _mm512_reduce_max_ps((__m512)a); }
   // NaN once an element was NaN or infinite.

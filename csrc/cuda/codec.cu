@@ -3,6 +3,7 @@
 // The arithmetic is csrc/codec.h's and must not be contracted into multiply-adds: compile with --fmad=false.
 #include "codes.cuh"
 #include "group.cuh"
+#include "rotated.cuh"
 #include "ways.cuh"
 
 namespace gact::cuda {
@@ -172,9 +173,17 @@ Rows rows_of(const Strided& values, const Codec& codec) {
 }
 
 template <class Format, int kRun, class Way>
+void launch_compress(const Rows& rows, const Groups& groups, const Way& ways, Rounding rounding, void* stream) {
+  const auto kernel =
+      rounding == Rounding::kRotated ? compress_rotated_groups<Format, kRun, Way> : compress_groups<Format, kRun, Way>;
+  launch(kernel, groups, stream, rows, groups, ways);
+}
+
+template <class Format, int kRun, class Way>
 void launch_decompress(const Groups& groups, const Way& ways, Rounding rounding, void* values, void* stream) {
-  const auto kernel = rounding == Rounding::kDither ? decompress_groups<Format, kRun, Rounding::kDither, Way>
-                                                    : decompress_groups<Format, kRun, Rounding::kNearest, Way>;
+  const auto kernel = rounding == Rounding::kRotated  ? decompress_rotated_groups<Format, kRun, Way>
+                      : rounding == Rounding::kDither ? decompress_groups<Format, kRun, Rounding::kDither, Way>
+                                                      : decompress_groups<Format, kRun, Rounding::kNearest, Way>;
   launch(kernel, groups, stream, groups, ways, values, is_aligned(values, 16));
 }
 
@@ -216,7 +225,7 @@ void compress(const Strided& values, const Codec& codec, const Blob& blob, void*
   dispatch(codec, [&](auto format, auto run) {
     using Format = decltype(format);
     const Groups groups(blob.numel, codec.group_size, run);
-    launch(compress_groups<Format, run, Whole>, groups, stream, rows, groups, way_of<Format, run>(codec, blob));
+    launch_compress<Format, run>(rows, groups, way_of<Format, run>(codec, blob), codec.rounding, stream);
   });
 }
 
@@ -237,9 +246,9 @@ void decompress(const Blob& blob, const Codec& codec, void* values, void* stream
 void compress_runs(const void* values, int64_t places, const CodedRun* runs, int count, void* stream) {
   dispatch(runs->codec, [&](auto format, auto run) {
     using Format = decltype(format);
-    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways) {
+    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways, Rounding rounding) {
       const Rows rows = rows_of({values, groups.numel, 1, {groups.numel}, {1}}, runs->codec);
-      launch(compress_groups<Format, run, ByPlace>, groups, stream, rows, groups, ways);
+      launch_compress<Format, run>(rows, groups, ways, rounding, stream);
     });
   });
 }
@@ -247,8 +256,8 @@ void compress_runs(const void* values, int64_t places, const CodedRun* runs, int
 void decompress_runs(const CodedRun* runs, int count, int64_t places, void* values, void* stream) {
   dispatch(runs->codec, [&](auto format, auto run) {
     using Format = decltype(format);
-    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways) {
-      launch_decompress<Format, run>(groups, ways, runs->codec.rounding, values, stream);
+    for_runs<Format, run>(runs, count, places, [&](const Groups& groups, const ByPlace& ways, Rounding rounding) {
+      launch_decompress<Format, run>(groups, ways, rounding, values, stream);
     });
   });
 }

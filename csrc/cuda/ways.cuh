@@ -66,21 +66,25 @@ Whole way_of(const Codec& codec, const Blob& blob) {
   return {sections, codec.bits, codec.rounding == Rounding::kNearest, seed_key(codec.seed)};
 }
 
-// Calls `function` with as many of the runs as a kernel takes, and the groups that they have together.
+// Calls `function` with as many of the runs as a kernel takes, the groups that they have together, and their rounding;
+// where groups may be rotated that is one run, for the wide ones are not.
 template <class Format, int kRun, class Function>
 void for_runs(const CodedRun* runs, int count, int64_t places, Function function) {
+  bool is_rotated = false;
+  for (int i = 0; i < count; ++i) is_rotated = is_rotated || runs[i].codec.rounding == Rounding::kRotated;
+  const int most = is_rotated ? 1 : kMaxRuns;
   int64_t numel = 0;
   for (int i = 0; i < count; ++i) numel += runs[i].blob.numel;
-  for (int from = 0; from < count; from += kMaxRuns) {
+  for (int from = 0; from < count; from += most) {
     Groups groups(numel, runs->codec.group_size, kRun);
     ByPlace ways{{}, 0, places};
     groups.count = 0;
-    for (int i = from; i < count && i < from + kMaxRuns; ++i) {
+    for (int i = from; i < count && i < from + most; ++i) {
       const Whole way = way_of<Format, kRun>(runs[i].codec, runs[i].blob);
       ways.runs[ways.count++] = {way, runs[i].first, runs[i].count, groups.count};
       groups.count += runs[i].blob.numel / groups.size;
     }
-    function(groups, ways);
+    function(groups, ways, runs[from].codec.rounding);
   }
 }
 

@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B9
 # Elements i, i + 16, i + 32 and i + 48 of every 64 share a hash, of which four products are taken.
 _MULTIPLIERS = [0x846CA68B * 747796405**share % 2**32 for share in range(4)]
 # Magnitudes from which a group is irregular: below them neither ranges nor decoded values overflow.
-_LIMIT = {torch.float64: 2.0**125, torch.float32: 2.0**125, torch.bfloat16: 2.0**125, torch.float16: 2.0**14}
+_LIMITS = {torch.float64: 2.0**125, torch.float32: 2.0**125, torch.bfloat16: 2.0**125, torch.float16: 2.0**14}
 
 
 # ---- Words and noise ---------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def noise_key(seed: int, groups: Tensor, minimum: Tensor, step: Tensor) -> Tenso
     return _chain(key, step)
 
 
-def _noise(key: Tensor, size: int, rounding: str) -> Tensor:
+def element_noise(key: Tensor, size: int, rounding: str) -> Tensor:
     """Return noise of FRACTION bits, int32 (groups, size); to nearest, half a step."""
     if rounding == "nearest":
         return torch.full((key.shape[0], size), 1 << FRACTION - 1, dtype=torch.int32, device=key.device)
@@ -92,16 +92,22 @@ def _noise(key: Tensor, size: int, rounding: str) -> Tensor:
     return _shift_right(words * multiplier, 32 - FRACTION)
 
 
+def limit_of(dtype: torch.dtype) -> float:
+    """The magnitude from which a group is irregular."""
+    return _LIMITS[dtype]
+
+
 # ---- Groups ------------------------------------------------------------------------------------------------------
 
 
-def quantize(x: Tensor, code: Code, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(x: Tensor, code: Code, groups: Tensor, irregular: Tensor | bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize groups of elements, stochastically and for dither to the same codes.
 
     Args:
         x: (groups, group_size), float32, float64, bfloat16 or float16.
         code: of 1 to 8 bits.
         groups: the groups' indices, int64.
+        irregular: groups that are to be coded as irregular ones beside those that have to be.
 
     Returns:
         Codes, int32 (groups, group_size); the minima's bits as `bits_of` gives them; the steps' 16 bits, int32.
@@ -114,8 +120,8 @@ def quantize(x: Tensor, code: Code, groups: Tensor) -> tuple[Tensor, Tensor, Ten
     low = torch.where(none | (low == 0), 0.0, low)  # -0.0 becomes +0.0
     high = torch.where(none, 0.0, high)
     kinds = _kinds(x, code.bits)
-    limit = _LIMIT[x.dtype]
-    irregular = (values.isnan() | values.isinf()).any(dim=1) | (low <= -limit) | (high >= limit)
+    limit = limit_of(x.dtype)
+    irregular = irregular | (values.isnan() | values.isinf()).any(dim=1) | (low <= -limit) | (high >= limit)
     levels = _levels(irregular, kinds, code.bits)
     quarter = torch.where(irregular, 0.25, 1.0).to(values.dtype)
     step_bits = _encode_step(high * quarter - low * quarter, levels, irregular, kinds)
@@ -123,7 +129,7 @@ def quantize(x: Tensor, code: Code, groups: Tensor) -> tuple[Tensor, Tensor, Ten
     inverse = torch.where(step == 0, 0.0, torch.full_like(step, 2.0**FRACTION) / step)
     minimum_bits = bits_of(low.to(x.dtype))
 
-    noise = _noise(noise_key(code.seed, groups, minimum_bits, step_bits), x.shape[1], code.rounding)
+    noise = element_noise(noise_key(code.seed, groups, minimum_bits, step_bits), x.shape[1], code.rounding)
     offset = torch.where(finite, values, low[:, None]) * quarter[:, None] - (low * quarter)[:, None]
     fixed = (offset * inverse[:, None]).round().to(torch.int32)
     codes = (fixed + noise >> FRACTION).minimum(levels[:, None])
@@ -144,7 +150,7 @@ def dequantize(
     step = _decode_step(step_bits, real)
     steps = codes
     if code.rounding == "dither":
-        noise = _noise(noise_key(code.seed, groups, minimum_bits, step_bits), codes.shape[1], code.rounding)
+        noise = element_noise(noise_key(code.seed, groups, minimum_bits, step_bits), codes.shape[1], code.rounding)
         steps = (codes << FRACTION) + ((1 << FRACTION - 1) - noise)
         step = step * 2.0**-FRACTION
     values = (minimum[:, None] + steps.to(real) * step[:, None]) * (1.0 / quarter)[:, None]

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 
 from gact_fx.codec.by_place import mean_bits
-from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes
+from gact_fx.codec.layout import BFLOAT16_BITS, blob_nbytes, rounding_of
 
 # Widths of a code on a grid; 16 bits are bfloat16.
 WIDTHS = tuple(range(1, 9))
 LEAST_GROUP = 32
+# What codes of rotated groups add, over the variance of a group's elements: D / (1 - D), where D is the least error of
+# so many bits for a normal distribution (Max, 1960; Vargaftik et al., "EDEN", ICML 2022, theorem 2.3).
+ROTATED_VARIANCES = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592}
+# The squared range of so many normal numbers as a group has by default, over their variance.
+_SQUARED_RANGE = 31.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,12 @@ def step_variance(bits: float, *, merged: bool = False) -> float:
 
 
 def relative_variance(code: Code, *, merged: bool = False) -> float:
-    """The variance of codes relative to the squared range, where nothing is known of the values: dither has half."""
+    """The variance of codes relative to the squared range, where nothing is known of the values: dither has half.
+
+    Stochastic rounding adds a sixth of the squared step in the mean, which is the unit.
+    """
     if code.bits == BFLOAT16_BITS:
         return 2.0**-16
-    return step_variance(code.mean_bits, merged=merged) * (0.5 if code.rounding == "dither" else 1.0)
+    if rounding_of(code.rounding, code.bits) == "rotated":
+        return 6 / _SQUARED_RANGE * ROTATED_VARIANCES[code.bits]
+    return step_variance(code.mean_bits, merged=merged) * (1.0 if code.rounding in ("stochastic", "nearest") else 0.5)

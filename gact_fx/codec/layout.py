@@ -28,11 +28,18 @@ SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A mask is bool, or uint8 whose nonzero elements are true: generated code reads and writes bytes faster than bools.
 MASK_DTYPES = (torch.bool, torch.uint8)
-ROUNDINGS = ("stochastic", "dither", "nearest")
+ROUNDINGS = ("stochastic", "dither", "nearest", "rotated")
+# The widest codes of rotated groups.
+ROTATED_BITS = 4
 INTEGER_BLOCK = 256
 BFLOAT16_BITS = 16
 _STEP_BYTES = 2
 _DTYPES = "float32, bfloat16, float16, float64, or bool or an integer to be packed exactly"
+
+
+def rounding_of(rounding: str, bits: int) -> str:
+    """How codes of ``bits`` are rounded: wide ones that are to be rotated have dither, which adds as little there."""
+    return "dither" if rounding == "rotated" and bits > ROTATED_BITS else rounding
 
 
 def group_count(numel: int, group_size: int) -> int:
@@ -71,8 +78,8 @@ def check_rounding(op: str, rounding: str, bits: int) -> None:
     """Raise ValueError unless ``rounding`` is one that codes of this width can have; ``op`` names the caller."""
     if rounding not in ROUNDINGS:
         raise UsageError(f"gact_fx.{op}: rounding must be one of {ROUNDINGS}, got {rounding!r}")
-    if rounding == "dither" and bits == BFLOAT16_BITS:
-        raise UsageError(f"gact_fx.{op}: rounding 'dither' needs bits in [1, 8], got 16; use 'stochastic'")
+    if rounding in ("dither", "rotated") and bits == BFLOAT16_BITS:
+        raise UsageError(f"gact_fx.{op}: rounding {rounding!r} needs bits in [1, 8], got 16; use 'stochastic'")
 
 
 def _check_codes(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gact_fx.codec import arithmetic, packing
+from gact_fx.codec import arithmetic, packing, rotation
 from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.codec.code import MASK_CODE, Code
 from gact_fx.codec.layout import (
@@ -25,6 +25,7 @@ from gact_fx.codec.layout import (
     check_decompress,
     group_count,
     metadata_nbytes,
+    rounding_of,
 )
 from gact_fx.errors import UsageError
 from gact_fx.graphs.operators import assert_async
@@ -135,7 +136,7 @@ def _code_for(dtype: torch.dtype, bits: int, group_size: int, seed: int, roundin
     """The code of tensors of a dtype; blocks are the groups of integers."""
     if dtype in INTEGER_DTYPES:
         return Code(1 if dtype == torch.bool else bits, group_size=INTEGER_BLOCK)
-    return Code(bits, rounding, group_size, seed)
+    return Code(bits, rounding_of(rounding, bits), group_size, seed)
 
 
 # ---- Widths by place ---------------------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ def _encode(flat: Tensor, code: Code, first: int) -> tuple[Tensor, ...]:
     if bits == BFLOAT16_BITS:
         codes = arithmetic.round_to_bfloat16(rows, code, groups)
         return (packing.words_to_bytes(_without_padding(codes, flat), 2),)
-    codes, minimum, step = arithmetic.quantize(rows, code, groups)
+    quantize = rotation.quantize_rotated if code.rounding == "rotated" else arithmetic.quantize
+    codes, minimum, step = quantize(rows, code, groups)
     return (
         packing.pack(_without_padding(codes, flat), bits),
         packing.words_to_bytes(minimum[:, None], flat.dtype.itemsize),
@@ -215,7 +217,8 @@ def _decode(parts: Sequence[Tensor], dtype: torch.dtype, code: Code, first: int)
     minimum = packing.bytes_to_words(minimum_bytes, dtype.itemsize)[:, 0]
     step = packing.bytes_to_words(step_bytes, 2)[:, 0]
     groups = torch.arange(first, first + packed.shape[0], device=packed.device)
-    return arithmetic.dequantize(codes, minimum, step, dtype, code, groups).view(-1)
+    dequantize = rotation.dequantize_rotated if code.rounding == "rotated" else arithmetic.dequantize
+    return dequantize(codes, minimum, step, dtype, code, groups).view(-1)
 
 
 def _sections(blob: Tensor, dtype: torch.dtype, numel: int, code: Code) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
-from gact_fx.codec.layout import BFLOAT16_BITS, ROUNDINGS
+from gact_fx.codec.layout import BFLOAT16_BITS, ROTATED_BITS, ROUNDINGS
 from gact_fx.config import GROUP_SIZES
 from gact_fx.passes.encodings import Quantize
 from gact_fx.records import SavedTensor, Sensitivity
@@ -13,7 +13,7 @@ _CODES = tuple(
     Code(bits, rounding, size)
     for bits in (*WIDTHS, BFLOAT16_BITS)
     for rounding in ROUNDINGS
-    if rounding != "nearest" and not (bits == BFLOAT16_BITS and rounding == "dither")
+    if rounding != "nearest" and bits <= {"dither": WIDTHS[-1], "rotated": ROTATED_BITS}.get(rounding, BFLOAT16_BITS)
     for size in GROUP_SIZES
 )
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gact_fx.codec.layout import ROUNDINGS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.errors import UsageError
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes, held_nbytes
@@ -24,6 +23,8 @@ WORTHWHILE = 0.95
 MOST_GIVEN_UP = 0.5
 # Budgets with more bits, and bounds on the noise, are kept without codes that take time.
 TIGHT_BITS = 4
+# Rotating a group takes longer than rounding it: it is for budgets where noise counts for more than a step's time.
+ROTATING_BITS = 3
 # What takes more bytes than a uniform width's must add so many times less, as two more bits would.
 WORTH_BYTES = 16
 
@@ -100,7 +101,7 @@ def choose_plan(
 
 def _menus(items: Sequence[Item], runs: Sequence[int], config: Config, squared_norm: float | None) -> list[Menu]:
     """The choices for every tensor, with the bytes and the variance of all ``runs`` of its graph."""
-    roundings = [r for r in ROUNDINGS if r != "nearest"] if config.rounding == "auto" else [config.rounding]
+    roundings = [config.rounding] if config.rounding != "auto" else ["stochastic", "dither", *_rotated(config)]
     group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
     curved = sum(count for item, count in zip(items, runs, strict=True) if item.how.is_curved)
     menus = list_choices(
@@ -181,6 +182,11 @@ def _choose(
 def _is_tight(config: Config) -> bool:
     """Whether a gain in noise is worth time."""
     return config.max_gradient_noise is None and (config.budget_bits or 0) <= TIGHT_BITS
+
+
+def _rotated(config: Config) -> list[str]:
+    """The rounding of the least noise, where a gain in noise is worth its time."""
+    return ["rotated"] if _is_tight(config) and (config.budget_bits or 0) <= ROTATING_BITS else []
 
 
 def _why_exact(item: Item) -> str:

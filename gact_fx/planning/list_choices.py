@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from gact_fx.codec.by_place import runs_of
 from gact_fx.codec.code import WIDTHS, Code, relative_variance
-from gact_fx.codec.layout import BFLOAT16_BITS
+from gact_fx.codec.layout import BFLOAT16_BITS, rounding_of
 from gact_fx.passes.encodings import Quantize
 from gact_fx.patterns import list_patterns
 from gact_fx.plan import TensorPlan
@@ -79,9 +79,11 @@ def _menu(
             continue
         nbytes = _nbytes(item, TensorPlan(tensor.key, code))
         variance = _measured_variance(code, measured, sensitivity)
+        if variance is None and measured is not None and code.rounding == "rotated":
+            continue  # the groups that were looked at counted for nothing
         variance = sensitivity * relative_variance(code) if variance is None else variance
         choices.append(Choice(code, nbytes, variance))
-        if not how.merges or not 2 <= code.bits <= WIDTHS[-1]:
+        if not how.merges or not 2 <= code.bits <= WIDTHS[-1] or code.rounding == "rotated":
             continue
         variance = _measured_variance(code, measured, sensitivity, merged=True)
         if variance is None and how.merges_losslessly:
@@ -128,7 +130,7 @@ def _by_place(item: Item, measured: Sensitivity, sensitivity: float, codes: Sequ
         return choices
     for like in codes:
         places = measured.places.get(like.group_size)
-        if like.bits != WIDTHS[-1] or places is None:
+        if like.bits != WIDTHS[0] or places is None:
             continue
         added = {bits: _measured_variance(replace(like, bits=bits), measured, sensitivity) for bits in WIDTHS}
         for pattern in list_patterns(places, CURVED_BITS if item.how.is_curved else item.how.min_bits):
@@ -188,12 +190,12 @@ def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[C
 
 
 def _codes(roundings: Sequence[str], group_sizes: Sequence[int]) -> list[Code]:
-    """All codes; bfloat16 ones know no dither."""
-    without_dither = [rounding for rounding in roundings if rounding != "dither"] or ["stochastic"]
+    """All codes, each once; bfloat16 ones are stochastic unless they are to be the nearest."""
+    of_bfloat16 = ["nearest"] if list(roundings) == ["nearest"] else ["stochastic"]
     return [
         Code(bits, rounding, size)
         for bits in (*WIDTHS, BFLOAT16_BITS)
-        for rounding in (roundings if bits != BFLOAT16_BITS else without_dither)
+        for rounding in (dict.fromkeys(rounding_of(r, bits) for r in roundings) if bits in WIDTHS else of_bfloat16)
         for size in group_sizes
     ]
 

@@ -70,13 +70,13 @@ def _falls_at_once(few: Added, more: Added) -> bool:
 
 def all_widths(measured: Mapping[int, Added], rounding: str) -> dict[Code, Added]:
     """What codes of every width add, by what those of some do."""
-    return {Code(bits, rounding, GROUP_SIZE): _between(measured, bits) for bits in WIDTHS}
+    return {Code(bits, rounding, GROUP_SIZE): at_width(measured, bits) for bits in WIDTHS}
 
 
-def _between(measured: Mapping[int, Added], bits: int) -> Added:
-    """By what was measured at two widths around it, or next to it."""
+def at_width(measured: Mapping[int, Added], bits: float) -> Added:
+    """What codes of ``bits`` add, by what was measured at two widths around it, or next to it."""
     if bits in measured:
-        return measured[bits]
+        return measured[int(bits)]
     low = max((width for width in list(measured)[:-1] if width < bits), default=min(measured))
     high = min(width for width in measured if width > low)
     share = (bits - low) / (high - low)

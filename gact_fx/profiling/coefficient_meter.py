@@ -19,7 +19,7 @@ from gact_fx.graphs.replay import Replay
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_bends import dependents_within, moves
 from gact_fx.passes.find_masks import derivable_nodes
-from gact_fx.profiling.added_by_width import MEASURED, MEASURED_OF_CODES, Added
+from gact_fx.profiling.added_by_width import MEASURED, MEASURED_OF_CODES, NOT_FINITE, Added, at_width
 from gact_fx.profiling.chains import Chain, Values
 from gact_fx.profiling.elements import Elements, between, follow, is_elementwise, moves_read
 from gact_fx.profiling.measure_chain import SlopesOf, measure_sample, measure_whole, sample
@@ -29,22 +29,28 @@ from gact_fx.profiling.tape import Step
 from gact_fx.records import Sensitivity
 
 
-def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: float) -> Sensitivity:
+def at_coefficients(
+    first: Sensitivity, added: Mapping[Code, Added], share: float, *, is_tame: bool = False
+) -> Sensitivity:
     """``first``, which was measured at the tensor itself, with what codes add by their effect on coefficients.
 
     That is known for a ``share`` of the elements and for groups of 256 neighbours, and goes for others by what first
-    order says of them.
+    order says of them. ``is_tame``: backward has no poles there.
     """
     variances, biases, coherent = {}, {}, {}
     for code, variance in first.variances.items():
         like = replace(code, group_size=GROUP_SIZE, per_channel=False)
-        if like not in added:
+        if code.rounding == "rotated":
+            of = _of_rotated(code, first, added, is_tame)
+        elif like not in added:
             # Of bfloat16, by how fast what the finest codes add shrinks with their bits.
             like = replace(like, bits=WIDTHS[-1])
             fast = _order_of_shrinking(added[replace(like, bits=WIDTHS[-1] // 2)], added[like])
             finest = first.variances[like]
             variance = finest * (variance / finest) ** fast if 0 < variance < finest < math.inf else variance
-        of = added[like]
+            of = added[like]
+        else:
+            of = added[like]
         is_known = 0 < of.first < math.inf and 0 < variance < math.inf
         ratio = variance / of.first if is_known else 1 / share
         coherent[code] = ratio**2 * of.coherent_bias
@@ -61,6 +67,21 @@ def at_coefficients(first: Sensitivity, added: Mapping[Code, Added], share: floa
     return Sensitivity(value, variances, {}, biases, coherent_biases=coherent, places=first.places)
 
 
+def _of_rotated(code: Code, first: Sensitivity, added: Mapping[Code, Added], is_tame: bool) -> Added:
+    """What rotated codes add: as much as dither of the same variance, of a fraction of bits between two widths.
+
+    Their errors have no bound. Where backward may have a pole, those of 1 bit are not taken, and the others where half
+    the group's range leads to none.
+    """
+    by_width = {bits: added[Code(bits, "dither", GROUP_SIZE)] for bits in WIDTHS}
+    if not is_tame and (code.bits == 1 or not math.isfinite(by_width[1].total)):
+        return NOT_FINITE
+    variance, widest = first.variances[code], first.variances[Code(1, "dither", code.group_size)]
+    if not 0 < variance < widest < math.inf:
+        return by_width[1]
+    return at_width(by_width, min(math.log2(1 + math.sqrt(widest / variance)), WIDTHS[-1]))
+
+
 def _order_of_shrinking(coarse: Added, fine: Added) -> float:
     """The power of first order by which what codes add shrinks: 1 where backward is smooth, less where it jumps."""
     added, first = (coarse.variance, fine.variance), (coarse.first, fine.first)
@@ -72,16 +93,19 @@ def _order_of_shrinking(coarse: Added, fine: Added) -> float:
 @dataclass(frozen=True)
 class Bent:
     """What was measured of a tensor in which backward bends: what codes do to a ``share`` of its elements, by what they
-    are of, and the sensitivity to its coefficients, where these may be stored.
+    are of, and the sensitivity to its coefficients, where these may be stored. ``is_tame``: backward has no poles.
     """
 
     added: dict[str, dict[Code, Added]]
     coefficients: Sensitivity | None
     share: float
+    is_tame: bool = False
 
     def result(self, first: Sensitivity) -> Sensitivity:
         """All of it; ``first`` was measured at the tensor itself."""
-        found = {name: at_coefficients(first, added, self.share) for name, added in self.added.items()}
+        found = {
+            name: at_coefficients(first, added, self.share, is_tame=self.is_tame) for name, added in self.added.items()
+        }
         others = {name: sensitivity for name, sensitivity in found.items() if name != "values"}
         if self.coefficients is not None:
             of, whole = self.added["values"][REFERENCE].first, first.variances[REFERENCE]
@@ -152,7 +176,7 @@ class CoefficientMeter:
             for stored, chain in chains.items()
         }
         share = 1.0 if elements is None else len(elements[reading].positions) / max(values.numel(), 1)
-        return Bent(added, self._meter(reading, values, slopes, elements), share)
+        return Bent(added, self._meter(reading, values, slopes, elements), share, self._how[reading].is_tame)
 
     def _sample(self, reading: fx.Node) -> dict[fx.Node, Elements] | None:
         ends = self.of[reading]

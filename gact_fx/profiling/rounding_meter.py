@@ -3,8 +3,9 @@
 With a_i the mean squared sensitivity of the gradient to element i (`measure_adjoint`), codes with independent errors
 add ``sum_i a_i var_i``. The variance of an error is known for every rounding: ``step^2 p (1 - p)`` for stochastic
 rounding of a value that lies p steps above a code, ``step^2 / 12`` for subtractive dither, where a step is the range
-of the group over ``2^bits - 1``, rounded up as a blob's are in the mean. So nothing is drawn: ranges and weights are
-summed over the whole tensor, and what depends on p is evaluated on blocks of it.
+of the group over ``2^bits - 1``, rounded up as a blob's are in the mean. Codes of rotated groups have errors of a known
+part of the group's variance. So nothing is drawn: ranges and weights are summed over the whole tensor, and what depends
+on p or on the group's variance is evaluated on blocks of it.
 """
 
 import math
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from gact_fx.codec.code import WIDTHS, Code, step_variance
+from gact_fx.codec.code import ROTATED_VARIANCES, WIDTHS, Code, step_variance
 from gact_fx.codec.layout import BFLOAT16_BITS
+from gact_fx.codec.rotation import MOST_OF_NORM
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.patterns import MOST_ROWS, Places
 from gact_fx.profiling.channel_ranges import ChannelRanges
@@ -210,6 +212,9 @@ class _Weighed:
                 variance = whole * step_variance(bits, merged=merged)
                 found[Code(bits, "stochastic", size)] = variance * share
                 found[Code(bits, "dither", size)] = variance / 12
+            if not merged and sampled > 0:
+                for bits, added in self._rotated(size, probes).items():
+                    found[Code(bits, "rotated", size)] = added * whole / sampled
             if not merged:
                 # Groups do not matter there, but a choice has one.
                 found[Code(BFLOAT16_BITS, "stochastic", size)] = bfloat16 * (whole / sampled if sampled > 0 else 1.0)
@@ -232,6 +237,20 @@ class _Weighed:
         sums = torch.addcmul(p, p, p, value=-1).mul_(scaled).sum(2).double().sum(1)
         stochastic = dict(zip(widths, sums.tolist(), strict=True))
         return whole, float(scaled.sum(dtype=torch.float64)), stochastic
+
+    def _rotated(self, size: int, probes: int) -> dict[int, float]:
+        """By bits, what rotated codes add on the blocks; groups in which an element sticks out have dither."""
+        values = self._block_values.view(-1, size)
+        squares = values.sub(values.mean(1, keepdim=True)).square()
+        weights = self._block_weights.view(-1, size).sum(1).double() / max(probes, 1)
+        largest, norms = squares.amax(1), squares.sum(1)
+        ranges = (values.amax(1) - values.amin(1)).double().square()
+        return {
+            bits: float((torch.where(
+                largest > MOST_OF_NORM[bits] * norms, ranges * step_variance(bits) / 12, norms.double() * share / size
+            ) * weights).sum())
+            for bits, share in ROTATED_VARIANCES.items()
+        }  # fmt: skip
 
     def _by_group(self, size: int) -> torch.Tensor:
         """Weight times squared range of every group."""

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cuda, needs_kernels]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-ROUNDINGS = ("stochastic", "dither", "nearest")
+ROUNDINGS = ("stochastic", "dither", "nearest", "rotated")
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 compress, decompress = torch.ops.gact_fx.compress, torch.ops.gact_fx.decompress
 

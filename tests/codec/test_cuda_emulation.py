@@ -23,7 +23,7 @@ from gact_fx.codec.layout import blob_nbytes, group_count, metadata_nbytes
 ROOT = Path(__file__).parents[2]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
 SOURCES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # in the order of gact::Source
-ROUNDINGS = ("stochastic", "dither", "nearest")  # in the order of gact::Rounding
+ROUNDINGS = ("stochastic", "dither", "nearest", "rotated")  # in the order of gact::Rounding
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 GUARD = 64  # bytes around what a kernel writes

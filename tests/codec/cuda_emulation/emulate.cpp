@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../../../csrc/kernels.h"
+#include "../../../csrc/rotation.h"
 #include "cuda_runtime.h"
 
 // csrc/cuda is compiled with -fsanitize=alignment and without its runtime library, for which this is: an access of 16
@@ -31,7 +32,7 @@ const char* message_of(Call call) {
 }
 
 gact::Codec codec_of(int source, int rounding, int bits, int group_size, uint64_t seed) {
-  return {gact::Source(source), gact::Rounding(rounding), bits, group_size, seed};
+  return {gact::Source(source), gact::rounding_of(gact::Rounding(rounding), bits), bits, group_size, seed};
 }
 
 gact::Strided strided(const void* data, int64_t numel, int rank, const int64_t* size, const int64_t* stride) {
