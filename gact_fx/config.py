@@ -87,8 +87,8 @@ class Config:
         rounding: ``"auto"`` takes for each tensor the rounding with the least error, ``"stochastic"`` or
             ``"dither"``. Subtractive dither has half the error variance on values that spread over their group's range,
             and more on values at the group's minimum, as after a ReLU. In budgets of up to 3 bits ``"auto"`` may also
-            take ``"rotated"``: codes of 1 to 4 bits of groups that are turned at random, with a half to a fifth of the
-            variance of dither, which take longer to make. With ``adaptive=False``, ``"auto"`` is stochastic.
+            take ``"rotated"``: codes of 1 to 4 bits of groups that are turned at random. On normal numbers they have
+            a fifth (1 bit) to four fifths (4 bits) of the variance of dither, and take longer to make. With ``adaptive=False``, ``"auto"`` is stochastic.
             ``"nearest"`` is biased and serves debugging. `gact_fx.ops.compress` says more.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward. Backward fetches
             them ahead of their use. For CUDA devices, where swapping has not run yet; on the CPU it does nothing, and a
