@@ -45,6 +45,9 @@ def is_spelled_out(node: fx.Node, context: Context) -> bool:
     """Whether ``node`` is one of the operators, and is to be replaced."""
     if node.target not in _SPELLED_OUT or not fuses(context):
         return False
+    if "rotated" in node.args:
+        # A rotation mixes all elements of a group, again and again: there is nothing to fuse.
+        return False
     return context.config.fuse == "on" or not has_compiled_kernels(node.meta["val"].device.type)
 
 

@@ -60,7 +60,7 @@ void compress_rotated_range(const Strided& values, const Codec& codec, const Blo
     if (irregular) {
       metadata = compress_irregular<Elements, Rounding::kDither, Format>(x, bits, size, seed, group, codes);
     }
-    if (left < size) memset(codes + left, 0, size - left);
+    // The codes of the padding stay: every element of the group is read from all of them.
     store(blob.minimum, group, metadata.minimum);
     store(blob.step, group, metadata.step);
     pack_codes(codes, blob.codes + group * packed_nbytes);

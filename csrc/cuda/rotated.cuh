@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksWhereTurning<Format, kRun> - 
         }
       }
     }
-    codes.clear_padding(groups, place);
+    // The codes of the padding stay: every element of the group is read from all of them.
     codes.pack(bits, way.blob.codes + index * (groups.segment() * bits), way.blob.codes_aligned, place);
     if (place.lane == 0) {
       store_value(way.blob.minimum + index * int(sizeof(Bits)), metadata.minimum, way.blob.minimum_aligned);

@@ -119,8 +119,8 @@ def compress(
 
     The expectation of what `decompress` returns is ``x``, over seeds, unless rounding is to nearest. Groups are taken
     in row-major order. A group that is constant comes back exactly (-0.0 as +0.0), and with stochastic rounding so
-    does the minimum of any group of normal numbers. NaN and infinities come back where they went in, except that one bit per
-    element has no room for two kinds of them in a group, which then all come back as NaN.
+    does the minimum of any group of normal numbers. NaN and infinities come back where they went in, except that one
+    bit per element has no room for two kinds of them in a group, which then all come back as NaN.
 
     Biased are: finite values where the kinds leave a single finite level (they come back as their group's minimum);
     values that would decode beyond the dtype's largest, and are clamped to it; and what is decoded into 16 bits, by up

@@ -196,10 +196,14 @@ def _encode(flat: Tensor, code: Code, first: int) -> tuple[Tensor, ...]:
     if bits == BFLOAT16_BITS:
         codes = arithmetic.round_to_bfloat16(rows, code, groups)
         return (packing.words_to_bytes(_without_padding(codes, flat), 2),)
-    quantize = rotation.quantize_rotated if code.rounding == "rotated" else arithmetic.quantize
-    codes, minimum, step = quantize(rows, code, groups)
+    if code.rounding == "rotated":
+        # The codes of the padding stay: every element of the group is read from all of them.
+        codes, minimum, step = rotation.quantize_rotated(rows, code, groups)
+    else:
+        codes, minimum, step = arithmetic.quantize(rows, code, groups)
+        codes = _without_padding(codes, flat)
     return (
-        packing.pack(_without_padding(codes, flat), bits),
+        packing.pack(codes, bits),
         packing.words_to_bytes(minimum[:, None], flat.dtype.itemsize),
         packing.words_to_bytes(step[:, None], 2),
     )

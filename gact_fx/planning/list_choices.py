@@ -191,13 +191,13 @@ def _other_ways(item: Item, sensitivity: float, codes: Sequence[Code]) -> list[C
 
 def _codes(roundings: Sequence[str], group_sizes: Sequence[int]) -> list[Code]:
     """All codes, each once; bfloat16 ones are stochastic unless they are to be the nearest."""
-    of_bfloat16 = ["nearest"] if list(roundings) == ["nearest"] else ["stochastic"]
-    return [
-        Code(bits, rounding, size)
-        for bits in (*WIDTHS, BFLOAT16_BITS)
-        for rounding in (dict.fromkeys(rounding_of(r, bits) for r in roundings) if bits in WIDTHS else of_bfloat16)
-        for size in group_sizes
-    ]
+    found: list[Code] = []
+    for bits in WIDTHS:
+        # Wide codes that are to be rotated have dither.
+        several = [r for r in roundings if rounding_of(r, bits) == r or rounding_of(r, bits) not in roundings]
+        found += [Code(bits, rounding, size) for rounding in several for size in group_sizes]
+    rounding = "nearest" if list(roundings) == ["nearest"] else "stochastic"
+    return found + [Code(BFLOAT16_BITS, rounding, size) for size in group_sizes]
 
 
 def _measured_variance(

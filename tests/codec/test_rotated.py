@@ -86,6 +86,19 @@ def test_groups_that_are_not_finite_huge_or_tiny_are_irregular(dtype: torch.dtyp
         assert float((got - row).abs().max()) <= (1.6 / 13 if at < 3 else 1) * float(row.max() - row.min())
 
 
+@pytest.mark.parametrize("numel", [257, 300, 500, 45])
+def test_the_last_group_has_no_more_error_than_others(numel: int) -> None:
+    """Every element is read from all codes of its group, those of the padding too."""
+    torch.manual_seed(numel)
+    x = torch.randn(numel)
+    last = x[numel // 256 * 256 :]
+    padded = torch.cat([last, last[-1:].expand(256 - len(last))])
+    errors = torch.stack([decoded(x, 2, seed) - x for seed in range(300)])[:, numel // 256 * 256 :]
+    # Where most of a group is padding, the others have more of the error than that; without the padding's codes they
+    # would have twenty times as much.
+    assert float(errors.square().mean()) <= 3 * ROTATED_VARIANCES[2] * float(padded.var(correction=0)) + 1e-9
+
+
 def test_wide_codes_are_those_of_dither() -> None:
     x = torch.randn(1000)
     for bits in (5, 8):

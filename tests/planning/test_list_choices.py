@@ -109,6 +109,19 @@ def test_curvature_counts_for_groups_within_channels_too() -> None:
     assert found and all(choice.variance > 1e5 for choice in found)
 
 
+def test_rotated_codes_are_narrow_and_must_have_been_measured() -> None:
+    roundings = ("stochastic", "dither", "rotated")
+    unmeasured = Item(item(2.0).tensor, item(2.0).how, None)
+    menu, other = menus(unmeasured, item(2.0), roundings=roundings)
+    rotated = {c.bits: c.variance for c in menu if c.code and c.code.rounding == "rotated"}
+    assert set(rotated) == {1, 2, 3, 4}
+    assert all(variance < find(menu, bits, "dither").variance for bits, variance in rotated.items() if bits)
+    assert not any(c.code and c.code.rounding == "rotated" for c in other)
+    # Where nothing else is wanted, wide codes have the name as well.
+    (alone,) = menus(unmeasured, roundings=("rotated",))
+    assert {(c.bits, c.code.rounding) for c in alone if c.code and c.bits != 16} == {(b, "rotated") for b in WIDTHS}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_bfloat16_codes_are_for_float32(dtype: torch.dtype) -> None:
     (menu,) = menus(item(2.0, dtype=dtype))

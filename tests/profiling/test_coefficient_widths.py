@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gact_fx.codec.code import WIDTHS, Code
-from gact_fx.profiling.added_by_width import MEASURED, Added, all_widths, measure_widths
+from gact_fx.codec.code import WIDTHS, Code, step_variance
+from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, measure_widths
 from gact_fx.profiling.coefficient_meter import at_coefficients
 from gact_fx.records import Sensitivity
 
@@ -42,6 +42,36 @@ def test_elements_that_are_codes_by_chance_are_not_free() -> None:
         assert found.variances[dithered] > 0
         assert found.squared_bias(stochastic) == found.squared_bias(dithered) > 0
     assert found.value > 0
+
+
+def test_rotated_codes_add_what_dither_of_their_variance_does() -> None:
+    """Backward bends twice as much as first order says at every width."""
+    dithered = {bits: Code(bits, "dither", 256) for bits in WIDTHS}
+    first = {dithered[bits]: step_variance(bits) for bits in WIDTHS} | {
+        Code(b, "stochastic", 256): step_variance(b) for b in (4, 8)
+    }
+    # As much as 3 bits of dither, half as much as 2 and more than 1.
+    turned = {2: step_variance(3), 3: step_variance(2) / 2, 1: 2.0}
+    variances = first | {Code(bits, "rotated", 256): variance for bits, variance in turned.items()}
+    added = {code: Added(2 * variance, variance, 0.0, variance) for code, variance in first.items()}
+    found = at_coefficients(Sensitivity(1.0, variances), added, 1.0, is_tame=True)
+    for bits, variance in turned.items():
+        assert found.variances[Code(bits, "rotated", 256)] == pytest.approx(3 * variance, rel=0.01)
+        assert found.squared_bias(Code(bits, "rotated", 256)) == pytest.approx(variance, rel=0.01)
+
+
+def test_errors_without_bound_are_not_let_near_a_pole() -> None:
+    codes = [Code(bits, rounding, 256) for rounding in ("dither", "rotated") for bits in WIDTHS[:4]]
+    codes += [Code(bits, rounding, 256) for rounding in ROUNDINGS for bits in WIDTHS]
+    variances = {code: step_variance(code.bits) * (0.5 if code.rounding == "rotated" else 1) for code in codes}
+    added = {code: Added(v, 0.0, 0.0, v) for code, v in variances.items() if code.rounding != "rotated"}
+    found = at_coefficients(Sensitivity(1.0, variances), added, 1.0)
+    assert found.variances[Code(1, "rotated", 256)] == math.inf
+    assert found.variances[Code(2, "rotated", 256)] < math.inf
+    added[Code(1, "dither", 256)] = NOT_FINITE
+    found = at_coefficients(Sensitivity(1.0, variances), added, 1.0)
+    assert all(found.variances[Code(bits, "rotated", 256)] == math.inf for bits in (1, 2, 3, 4))
+    assert found.variances[Code(4, "dither", 256)] < math.inf
 
 
 def test_a_bias_that_is_no_longer_seen_to_add_up_is_less_at_widths_between_too() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gact_fx import ops
-from gact_fx.codec.code import WIDTHS, Code
+from gact_fx.codec.code import ROTATED_VARIANCES, WIDTHS, Code
 from gact_fx.passes.merge_masks import Stopped
 from gact_fx.profiling.rounding_meter import RoundingMeter
 
@@ -61,6 +61,7 @@ def test_variances_are_those_of_the_codec(name: str) -> None:
         meter.add((weights * factor).sqrt())
     found = meter.result(GROUPS).variances
     codes = [Code(bits, rounding, size) for bits in WIDTHS for rounding in ("stochastic", "dither") for size in GROUPS]
+    codes += [Code(bits, "rotated", size) for bits in ROTATED_VARIANCES for size in GROUPS]
     wrong = {}
     for code in codes:
         wanted = simulated(x, weights.double(), code.bits, code.rounding, code.group_size)
@@ -70,6 +71,12 @@ def test_variances_are_those_of_the_codec(name: str) -> None:
             # Extrapolated from 6 bits: what is profiled was stored at 8, and lies between no finer codes. What gathers
             # near the minimum is then taken for nearer to it than it is.
             bound = 0.45
+        if code.rounding == "rotated":
+            # Groups of few different numbers, as those that are mostly padding, are not quite normal when they are
+            # turned. Steps of irregular groups of float64 have one bit of mantissa.
+            bound = 0.3
+            if name == "smaller than a group":
+                continue
         if name.startswith("spikes") and code.rounding == "stochastic":
             # Of one value in a hundred; the same extrapolation. Without the step's rounding it is a hundredth.
             bound = 0.25 if code.bits <= 6 else 0.75
