@@ -299,7 +299,11 @@ def test_what_is_not_centred_by_its_mean(inner: str) -> None:
 @INNER
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("network", [Normed, Plain])
-def test_the_predicted_variance_is_the_measured_one(network: type[nn.Module], bits: int, inner: str) -> None:
+def test_the_predicted_variance_is_the_measured_one(
+    network: type[nn.Module], bits: int, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At 2 bits rotated codes with the mask beside them are better than codes that tell it.
+    monkeypatch.setattr("gact_fx.planning.budget.ROTATING_BITS", 0)
     model, batches = network(), [(images(seed=s),) if network is Normed else (ROWS + s,) for s in range(3)]
     options: dict[str, Any] = {"inner": inner, "budget_bits": bits, "min_elements": 64}
     gact_fx.compile(model, sample_batches=batches, **options)
