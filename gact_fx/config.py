@@ -85,7 +85,7 @@ class Config:
             ``budget_bytes`` asks for, or each that needs no other one. Under
             ``budget_bytes`` none where that would raise the peak of a step.
         rounding: ``"auto"`` takes for each tensor the rounding with the least error: ``"stochastic"``; ``"dither"``,
-            with half the variance on values that spread over their group's range; or, in budgets of up to 3 bits,
+            with half the variance on values that spread over their group's range; or, in budgets of up to 3 bits or of bytes,
             ``"rotated"``, with a fifth (1 bit) to four fifths (4 bits) of dither's variance, which takes longer. With
             ``adaptive=False``, ``"auto"`` is stochastic. ``"nearest"`` is biased and serves debugging.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward. Backward fetches
