@@ -12,8 +12,8 @@ shared out for the least variance in all.
 - ``plain``: one width a tensor, as gact_fx stores.
 - ``range``: two widths, a group's chosen by its range, which decoding can tell; a group without range costs 0 bits.
 - ``rotated``: the better of plain and of codes of the group's Hadamard transform with random signs.
-- ``centroids``: the better of plain and of rotated groups in the centroids of a normal distribution, as gact_fx has them,
-  without its rule for elements that stick out. ``channel+centroids`` has both.
+- ``centroids``: the better of plain and of rotated groups in the centroids of a normal distribution, as gact_fx has
+  them, but for its rule for elements that stick out. ``channel+centroids`` has both.
 - ``channel``: the better of plain and of codes of groups within channels, of 256 elements, or of as many as a channel
   of the sample has.
 - ``place``: two widths by the place of a group in its row of the batch, chosen on the other batch.

@@ -85,9 +85,9 @@ class Config:
             ``budget_bytes`` asks for, or each that needs no other one. Under
             ``budget_bytes`` none where that would raise the peak of a step.
         rounding: ``"auto"`` takes for each tensor the rounding with the least error: ``"stochastic"``; ``"dither"``,
-            with half the variance on values that spread over their group's range; or, in budgets of up to 3 bits or of bytes,
-            ``"rotated"``, with a fifth (1 bit) to four fifths (4 bits) of dither's variance, which takes longer. With
-            ``adaptive=False``, ``"auto"`` is stochastic. ``"nearest"`` is biased and serves debugging.
+            with half the variance on values that spread over their group's range; or, in budgets of bytes or of up to 3
+            bits, ``"rotated"``, with a fifth (1 bit) to four fifths (4 bits) of dither's variance, which takes longer.
+            With ``adaptive=False``, ``"auto"`` is stochastic. ``"nearest"`` is biased and serves debugging.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward. Backward fetches
             them ahead of their use. For CUDA devices, where swapping has not run yet; on the CPU it does nothing, and a
             warning says so. Exact tensors, tensors that eager PyTorch saves between graphs, and all tensors of steps
