@@ -5,6 +5,8 @@ VENV ?= .venv
 EXTRAS ?= examples,test,check,docs,wheel
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+# A worker for every core, each of one thread: with more threads than cores they wait for one another.
+WORKERS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-all check docs bench zoo gpu cuda-check sanitize wheel wheel-test install clean
 demo: $(STAMP)
@@ -12,11 +14,11 @@ demo: $(STAMP)
 
 # Minutes: every pass, both inner compilers, each kind of network, two processes, the kernels in every instruction set.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
+	$(WORKERS) $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
 # All parameters, the documented figures on real architectures, and every property on 10,000 examples.
 test-all: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=whole
+	$(WORKERS) $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=whole
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -76,7 +78,7 @@ wheel-test:
 	$(PYTHON) -m venv $(WHEEL_TEST)/venv
 	$(WHEEL_TEST)/venv/bin/pip install "$(TORCH)" "$$(echo dist/*.whl)[test]"
 	cd $(WHEEL_TEST) && venv/bin/python -m gact_fx doctor
-	cd $(WHEEL_TEST) && OMP_WAIT_POLICY=passive venv/bin/python -m pytest -q -n auto --dist loadfile -m "not slow" --ignore tests/test_rooms.py $(TESTS)
+	cd $(WHEEL_TEST) && $(WORKERS) venv/bin/python -m pytest -q -n auto --dist loadfile -m "not slow" --ignore tests/test_rooms.py $(TESTS)
 
 install: $(STAMP)
 # Without build isolation, which would fetch a torch to build with. torch 2.11 asks for setuptools < 82.

@@ -22,8 +22,8 @@ start=$SECONDS
 for source in "$here"/*.cu; do
   log=$folder/$(basename "$source").log
   object=$folder/$(basename "$source").o
-  if ! "$nvcc" -O3 --fmad=false -std=c++17 -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Werror,-Wno-unknown-pragmas \
-    -Xptxas=-v "${targets[@]}" -c "$source" -o "$object" >"$log" 2>&1; then
+  if ! "$nvcc" --threads 0 -O3 --fmad=false -std=c++17 -Werror all-warnings \
+    -Xcompiler=-Wall,-Wextra,-Werror,-Wno-unknown-pragmas -Xptxas=-v "${targets[@]}" -c "$source" -o "$object" >"$log" 2>&1; then
     cat "$log" >&2
     exit 1
   fi
