@@ -22,11 +22,11 @@
 #include "vectors_avx2.h"
 //
 #include "ranges.h"
-#include "vectorized.h"
+#include "vectorized_rotated.h"
 
 namespace gact::cpu {
 
-Kernels avx2_kernels() { return make_kernels<Vectorized<Vectors8>, Vectorized<Vectors8>>("avx2"); }
+Kernels avx2_kernels() { return make_kernels<VectorizedRotated<Vectors8>, VectorizedRotated<Vectors8>>("avx2"); }
 
 }  // namespace gact::cpu
 

@@ -23,11 +23,11 @@
 #include "vectors_avx512.h"
 //
 #include "ranges.h"
-#include "vectorized.h"
+#include "vectorized_rotated.h"
 
 namespace gact::cpu {
 
-Kernels avx512_kernels() { return make_kernels<Vectorized<Vectors16>, Vectorized<Vectors8>>("avx512"); }
+Kernels avx512_kernels() { return make_kernels<VectorizedRotated<Vectors16>, VectorizedRotated<Vectors8>>("avx512"); }
 
 }  // namespace gact::cpu
 

@@ -116,49 +116,94 @@ struct Plain {
 
   // Rotated groups
 
-  // Signs at random.
-  template <class Real>
-  static GACT_INLINE void flip_all(Real* __restrict x, int count, uint32_t key) {
-    for_noise<Rounding::kStochastic>(key, count, [&](int j, int32_t n) { x[j] = flip(x[j], n); });
+  template <class Format>
+  static GACT_INLINE typename Format::Real sum(const typename Format::Bits* x, int count) {
+    typename Format::Real terms[kMaxGroupSize];
+    for (int i = 0; i < count; ++i) terms[i] = Format::decode(x[i]);
+    return tree_sum(terms, count);
+  }
+
+  // The deviations from the mean, with signs at random.
+  template <class Format>
+  static GACT_INLINE void flip_deviations(const typename Format::Bits* __restrict x, int count,
+                                          typename Format::Real mean, uint32_t key,
+                                          typename Format::Real* __restrict deviations) {
+    for_noise<Rounding::kStochastic>(key, count,
+                                     [&](int j, int32_t n) { deviations[j] = flip(Format::decode(x[j]) - mean, n); });
   }
 
   // The Walsh-Hadamard transform, not normalised, from the farthest pairs to neighbours.
   template <class Real>
   static GACT_INLINE void turn(Real* __restrict x, int count) {
-    for (int half = count / 2; half > 0; half /= 2) turn_pairs(x, count, half);
-  }
-
-  // The codes of what was turned, and the products of both.
-  template <class Real>
-  static GACT_INLINE void find_nearest(const Real* __restrict turned, int count, int bits, Real root,
-                                       uint8_t* __restrict codes, Real* __restrict products) {
-    for (int j = 0; j < count; ++j) {
-      const bool negative = turned[j] < Real(0);
-      const int index = nearest_centroid(turned[j], bits, root);
-      codes[j] = uint8_t(index | (negative ? 1 << (bits - 1) : 0));
-      products[j] = (negative ? -turned[j] : turned[j]) * Real(centroid(bits, index));
-    }
-  }
-
- protected:
-  // Sums and differences of the elements that lie `half` apart.
-  template <class Real>
-  static GACT_INLINE void turn_pairs(Real* __restrict x, int count, int half) {
-    for (Real* first = x; first < x + count; first += 2 * half) {
-      for (int i = 0; i < half; ++i) {
-        const Real a = first[i], b = first[half + i];
-        first[i] = a + b;
-        first[half + i] = a - b;
+    for (int half = count / 2; half > 0; half /= 2) {
+      for (Real* first = x; first < x + count; first += 2 * half) {
+        for (int i = 0; i < half; ++i) {
+          const Real a = first[i], b = first[half + i];
+          first[i] = a + b;
+          first[half + i] = a - b;
+        }
       }
     }
   }
 
+  template <class Real>
+  static GACT_INLINE Real squared_norm(const Real* x, int count) {
+    Real terms[kMaxGroupSize];
+    for (int i = 0; i < count; ++i) terms[i] = x[i] * x[i];
+    return tree_sum(terms, count);
+  }
+
+  // The codes of what was turned, and the product of it with their centroids.
+  template <class Real>
+  static GACT_INLINE Real find_nearest(const Real* __restrict turned, int count, int bits, Real root,
+                                       uint8_t* __restrict codes) {
+    Real terms[kMaxGroupSize];
+    for (int j = 0; j < count; ++j) {
+      const bool negative = turned[j] < Real(0);
+      const int index = nearest_centroid(turned[j], bits, root);
+      codes[j] = uint8_t(index | (negative ? 1 << (bits - 1) : 0));
+      terms[j] = (negative ? -turned[j] : turned[j]) * Real(centroid(bits, index));
+    }
+    return tree_sum(terms, count);
+  }
+
+  template <class Real>
+  static GACT_INLINE void read_centroids(const uint8_t* __restrict codes, int count, int bits,
+                                         Real* __restrict turned) {
+    const int half = 1 << (bits - 1);
+    Real table[1 << kMaxRotatedBits];
+    for (int code = 0; code < half; ++code) {
+      table[code] = centroid(bits, code);
+      table[half + code] = -table[code];
+    }
+    for (int i = 0; i < count; ++i) turned[i] = table[codes[i]];
+  }
+
+  // The elements of deviations that were turned back, and still have their signs at random.
+  template <class Format>
+  static GACT_INLINE void add_flipped(const typename Format::Real* __restrict deviations, int count,
+                                      typename Format::Real mean, typename Format::Real scale, uint32_t key,
+                                      typename Format::Bits* __restrict x) {
+    for_noise<Rounding::kStochastic>(
+        key, count, [&](int j, int32_t n) { x[j] = decode_rotated<Format>(flip(deviations[j], n), mean, scale); });
+  }
+
+ protected:
   // Only dither's noise is read again; any other is a constant that goes unused.
   static constexpr Rounding read_noise(Rounding rounding) {
     return rounding == Rounding::kDither ? rounding : Rounding::kNearest;
   }
 
  private:
+  // The sum of `x`, which is used up: half by half, an order that vectors and a GPU's threads can keep.
+  template <class Real>
+  static GACT_INLINE Real tree_sum(Real* __restrict x, int count) {
+    for (int half = count / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) x[i] += x[half + i];
+    }
+    return x[0];
+  }
+
   // Calls f(j, noise) for all elements, in an order that the compiler can vectorise.
   template <Rounding rounding, class F>
   static GACT_INLINE void for_noise(uint32_t key, int count, F&& f) {

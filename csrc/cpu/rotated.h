@@ -12,27 +12,19 @@
 namespace gact::cpu {
 namespace {
 
-// The sum of `x`, which is used up: half by half, an order that vectors and a GPU's threads can keep.
-template <class Real>
-GACT_INLINE Real tree_sum(Real* __restrict x, int count) {
-  for (int half = count / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] += x[half + i];
-  }
-  return x[0];
-}
-
-template <class Elements, class Format>
-void compress_rotated_range(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
+// Loops over a group of `kSize` elements are unrolled; 0 stands for any size.
+template <class Elements, class Format, int kSize>
+void compress_rotated_groups(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
   using Element = typename Format::Bits;
   using Real = typename Format::Real;
-  const int size = codec.group_size, bits = codec.bits;
+  const int size = kSize ? kSize : codec.group_size, bits = codec.bits;
   const int64_t packed_nbytes = size * bits / 8;
   const Repack pack_codes = choose_packing(bits, size);
   const uint32_t seed = seed_key(codec.seed);
   Walk<Element> walk;
   walk.start(values, begin * size);
   Element buffer[kMaxGroupSize];
-  alignas(64) Real turned[kMaxGroupSize], terms[kMaxGroupSize];
+  alignas(64) Real turned[kMaxGroupSize];
   uint8_t codes[kMaxGroupSize];
   for (int64_t group = begin; group < end; ++group) {
     const int64_t left = blob.numel - group * size;
@@ -41,20 +33,18 @@ void compress_rotated_range(const Strided& values, const Codec& codec, const Blo
     bool irregular = extremes.is_irregular || extremes.minimum <= -kRotatedLimit || extremes.maximum >= kRotatedLimit;
     Metadata<Format> metadata{};
     if (!irregular) {
-      for (int i = 0; i < size; ++i) terms[i] = turned[i] = Real(Format::decode(x[i]));
-      metadata.minimum = Format::encode(tree_sum(terms, size) / Real(size) + Real(0));  // -0.0 becomes +0.0
+      const Real sum = Elements::template sum<Format>(x, size);
+      metadata.minimum = Format::encode(sum / Real(size) + Real(0));  // -0.0 becomes +0.0
       const Real mean = Format::decode(metadata.minimum);
-      for (int i = 0; i < size; ++i) turned[i] -= mean;
-      Elements::flip_all(turned, size, rotation_key(seed, uint64_t(group), metadata.minimum));
+      const uint32_t key = rotation_key(seed, uint64_t(group), metadata.minimum);
+      Elements::template flip_deviations<Format>(x, size, mean, key, turned);
       Elements::turn(turned, size);
-      for (int i = 0; i < size; ++i) terms[i] = turned[i] * turned[i];
-      const Real squared_norm = tree_sum(terms, size);
+      const Real squared_norm = Elements::squared_norm(turned, size);
       const Real above = extremes.maximum - mean, below = mean - extremes.minimum;
       irregular = is_ill_suited(above > below ? above : below, squared_norm, size, bits);
       if (!irregular) {
         const Real root = root_mean_square(squared_norm, size);
-        Elements::find_nearest(turned, size, bits, root, codes, terms);
-        metadata.step = encode_scale(squared_norm, tree_sum(terms, size), size);
+        metadata.step = encode_scale(squared_norm, Elements::find_nearest(turned, size, bits, root, codes), size);
       }
     }
     if (irregular) {
@@ -67,19 +57,14 @@ void compress_rotated_range(const Strided& values, const Codec& codec, const Blo
   }
 }
 
-template <class Elements, class Format>
-void decompress_rotated_range(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
+template <class Elements, class Format, int kSize>
+void decompress_rotated_groups(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
   using Element = typename Format::Bits;
   using Real = typename Format::Real;
-  const int size = codec.group_size, bits = codec.bits;
+  const int size = kSize ? kSize : codec.group_size, bits = codec.bits;
   const int64_t packed_nbytes = size * bits / 8;
   const Repack unpack_codes = choose_packing(bits, size, /*inverse=*/true);
   const uint32_t seed = seed_key(codec.seed);
-  Real table[1 << kMaxRotatedBits];
-  for (int code = 0, half = 1 << (bits - 1); code < half; ++code) {
-    table[code] = centroid(bits, code);
-    table[half + code] = -table[code];
-  }
   Element buffer[kMaxGroupSize];
   alignas(64) Real turned[kMaxGroupSize];
   uint8_t codes[kMaxGroupSize];
@@ -93,14 +78,30 @@ void decompress_rotated_range(const Blob& blob, const Codec& codec, void* values
       const uint32_t key = group_key(seed, uint64_t(group), metadata.minimum, metadata.step);
       decompress_irregular<Elements, Rounding::kDither, Format>(codes, bits, size, metadata, key, x);
     } else {
-      for (int i = 0; i < size; ++i) turned[i] = table[codes[i]];
-      Elements::turn(turned, size);
-      Elements::flip_all(turned, size, rotation_key(seed, uint64_t(group), metadata.minimum));
       const Real mean = Format::decode(metadata.minimum), scale = decode_step(metadata.step);
-      for (int i = 0; i < size; ++i) x[i] = decode_rotated<Format>(turned[i], mean, scale);
+      Elements::read_centroids(codes, size, bits, turned);
+      Elements::turn(turned, size);
+      const uint32_t key = rotation_key(seed, uint64_t(group), metadata.minimum);
+      Elements::template add_flipped<Format>(turned, size, mean, scale, key, x);
     }
     if (left < size) memcpy(target, buffer, left * sizeof(Element));
   }
+}
+
+constexpr int kUsualGroup = 256;
+
+template <class Elements, class Format>
+void compress_rotated_range(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
+  constexpr auto usual = compress_rotated_groups<Elements, Format, kUsualGroup>;
+  constexpr auto any = compress_rotated_groups<Elements, Format, 0>;
+  (codec.group_size == kUsualGroup ? usual : any)(values, codec, blob, begin, end);
+}
+
+template <class Elements, class Format>
+void decompress_rotated_range(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end) {
+  constexpr auto usual = decompress_rotated_groups<Elements, Format, kUsualGroup>;
+  constexpr auto any = decompress_rotated_groups<Elements, Format, 0>;
+  (codec.group_size == kUsualGroup ? usual : any)(blob, codec, values, begin, end);
 }
 
 }  // namespace

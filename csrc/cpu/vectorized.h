@@ -172,81 +172,7 @@ struct Vectorized : Plain {
     }
   }
 
-  // Rotated groups: what is computed in double goes element by element.
-
-  using Plain::find_nearest;
-  using Plain::flip_all;
-  using Plain::turn;
-
-  static GACT_INLINE void flip_all(float* __restrict x, int count, uint32_t key) {
-    for_noise<Rounding::kStochastic>(key, count, [&](int first, const auto& n) {
-      for (int k = 0; k < n.kVectors; ++k) {
-        const Word sign = (Word)(n.vector[k] & kHalf) << (32 - kFraction);
-        put((Real)((Word)get(x + first + k * kLanes) ^ sign), x + first + k * kLanes);
-      }
-    });
-  }
-
-  static GACT_INLINE void turn(float* __restrict x, int count) {
-    for (int half = count / 2; half >= kLanes; half /= 2) {
-      for (float* first = x; first < x + count; first += 2 * half) {
-        for (int i = 0; i < half; i += kLanes) {
-          const Real a = get(first + i), b = get(first + half + i);
-          put(a + b, first + i);
-          put(a - b, first + half + i);
-        }
-      }
-    }
-    // Within a vector every element is added to its partner, or subtracted from it.
-    Int lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    for (int j = 0; j < count; j += kLanes) {
-      Real a = get(x + j);
-      for (int half = kLanes / 2; half > 0; half /= 2) {
-        const Word sign = (Word)((lane & half) != 0) & 0x80000000u;
-        a = Vectors::permute(a, lane ^ half) + (Real)((Word)a ^ sign);
-      }
-      put(a, x + j);
-    }
-  }
-
-  static GACT_INLINE void find_nearest(const float* __restrict turned, int count, int bits, float root,
-                                       uint8_t* __restrict codes, float* __restrict products) {
-    if (bits == 1) return find_nearest_of<1>(turned, count, root, codes, products);
-    if (bits == 2) return find_nearest_of<2>(turned, count, root, codes, products);
-    if (bits == 3) return find_nearest_of<3>(turned, count, root, codes, products);
-    return find_nearest_of<4>(turned, count, root, codes, products);
-  }
-
- private:
-  template <int kBits>
-  static GACT_INLINE void find_nearest_of(const float* __restrict turned, int count, float root,
-                                          uint8_t* __restrict codes, float* __restrict products) {
-    constexpr int half = 1 << (kBits - 1);
-    float thresholds[half];
-    for (int k = 0; k + 1 < half; ++k) thresholds[k] = root * threshold(kBits, k);
-    for (int j = 0; j < count; j += 4 * kLanes) {
-      Int code[4];
-      for (int i = 0; i < 4; ++i) {
-        const Word bits = (Word)get(turned + j + i * kLanes);
-        const Real magnitude = (Real)(bits & 0x7fffffffu);
-        Int index = {};
-        Real nearest = centroid(kBits, 0) - Real{};
-        for (int k = 0; k + 1 < half; ++k) {
-          const Int above = (Int)(magnitude > thresholds[k]);
-          index -= above;
-          nearest = above ? centroid(kBits, k + 1) - Real{} : nearest;
-        }
-        // The smaller of two zeros is none.
-        const Int negative = (Int)((Real)bits < 0.0f);
-        code[i] = index | (negative & half);
-        put(magnitude * nearest, products + j + i * kLanes);
-      }
-      const Bytes bytes = Vectors::to_bytes(code[0], code[1], code[2], code[3]);
-      memcpy(codes + j, &bytes, sizeof(bytes));
-    }
-  }
-
+ protected:
   static GACT_INLINE Real get(const float* from) {
     Real value;
     memcpy(&value, from, sizeof(value));
@@ -269,7 +195,8 @@ struct Vectorized : Plain {
   template <Rounding rounding, class F>
   static GACT_INLINE void for_noise(uint32_t key, int count, F&& f) {
     Word word;
-    for (int i = 0; i < kLanes; ++i) word[i] = element_word(key, uint32_t(i));
+    for (int i = 0; i < kLanes; ++i) word[i] = element_word(0, uint32_t(i));
+    word += key;
     if constexpr (kBlock / 2 == 4 * kLanes) {
       if (count < kBlock) return f(0, next_noise<rounding, kShare / 2>(word));
     }

@@ -23,6 +23,10 @@ struct Vectors8 {
   static GACT_INLINE Real permute(Real a, Int index) {
     return (Real)_mm256_permutevar8x32_ps((__m256)a, (__m256i)index);
   }
+  // a + b * sign in one rounding, that of the sum: signs are 1 and -1.
+  static GACT_INLINE Real add_signed(Real a, Real b, Real sign) {
+    return (Real)_mm256_fmadd_ps((__m256)b, (__m256)sign, (__m256)a);
+  }
   static GACT_INLINE float lowest(Real a) {
     float result = a[0];
     for (int i = 1; i < kLanes; ++i) result = a[i] < result ? a[i] : result;

@@ -21,6 +21,10 @@ struct Vectors16 {
   static GACT_INLINE Real maximum(Real a, Real b) { return (Real)_mm512_max_ps((__m512)a, (__m512)b); }
   // Every lane gets that of its index.
   static GACT_INLINE Real permute(Real a, Int index) { return (Real)_mm512_permutexvar_ps((__m512i)index, (__m512)a); }
+  // a + b * sign in one rounding, that of the sum: signs are 1 and -1.
+  static GACT_INLINE Real add_signed(Real a, Real b, Real sign) {
+    return (Real)_mm512_fmadd_ps((__m512)b, (__m512)sign, (__m512)a);
+  }
   static GACT_INLINE float lowest(Real a) { return _mm512_reduce_min_ps((__m512)a); }
   static GACT_INLINE float highest(Real a) { return _mm512_reduce_max_ps((__m512)a); }
   // NaN once an element was NaN or infinite.
