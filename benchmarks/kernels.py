@@ -31,6 +31,7 @@ from kernels_meter import ROUNDS, Check, Codec, Meter, Row, short
 from kernels_sections import (
     HUGE,
     LARGE,
+    ROTATED,
     SMALL,
     measure_fusion,
     measure_groups,
@@ -85,6 +86,10 @@ def _cpu_checks(rows: Rows) -> list[Check]:
     for direction, row in four.items():
         rate = rows[direction, Codec(rounding="dither"), LARGE].rate_of(row)
         checks.append(Check(f"{direction}, dither", rate, 0.8, "x stochastic"))
+    for direction, row in four.items():
+        for bits in ROTATED:
+            rate = rows[direction, Codec(bits=bits, rounding="rotated"), LARGE].rate_of(row)
+            checks.append(Check(f"{direction}, rotated, {bits} bits", rate, 0.6, "x 4 bits"))
     for direction in four:
         seconds = rows[direction, Codec(), SMALL].median
         checks.append(Check(f"{direction}, fp32, 4 bits, 64 KiB", 1e6 * seconds, 15, "µs a call", at_least=False))

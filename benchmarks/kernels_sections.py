@@ -47,9 +47,14 @@ def measure_patterns(meter: Meter) -> None:
     meter.measure([job for name, codec in codecs.items() for job in codec_jobs("patterns", name, codec, x)])
 
 
+ROTATED = (1, 2, 4)  # widths of rotated codes
+
+
 def by_dtype() -> list[list[Codec]]:
     """Return the codecs of the widths' table."""
     widths = [[Codec(dtype, bits) for bits in range(1, 9)] + [Codec(dtype, 4, "dither")] for dtype in FLOATS]
+    for row, dtype in zip(widths, FLOATS, strict=True):
+        row += [Codec(dtype, bits, "rotated") for bits in ROTATED]
     widths[0] += [Codec(rounding="nearest"), Codec(bits=16)]
     return [*widths, [Codec(torch.bool, 1)], [Codec(torch.int64, 4)]]
 
@@ -58,7 +63,8 @@ def measure_quickly(meter: Meter) -> None:
     """Measure the rows that the checklist reads."""
     if meter.device == "cpu":
         widths = [Codec(bits=bits) for bits in range(3, 8)]
-        measure_codecs(meter, "widths", [*widths, Codec(rounding="dither")], LARGE)
+        rotated = [Codec(bits=bits, rounding="rotated") for bits in ROTATED]
+        measure_codecs(meter, "widths", [*widths, Codec(rounding="dither"), *rotated], LARGE)
         measure_codecs(meter, "widths", [Codec()], SMALL)
         return
     for dtype in (torch.float32, torch.bfloat16):

@@ -70,7 +70,8 @@ def fold(weights: Mapping[Path, int], most: int) -> dict[Path, Path]:
     as long as there is room for all of them.
     """
     if len(weights) <= most:
-        return {path: path for path in weights}
+        small = {path for path, weight in weights.items() if weight < SMALL * sum(weights.values())}
+        return {path: () if path in small and len(small) > 1 else path for path in weights}
     stars = starred(weights)
     total: dict[Path, int] = defaultdict(int)
     within: dict[Path, dict[Path, None]] = defaultdict(dict)

@@ -21,6 +21,12 @@ def test_few_modules_have_a_line_each() -> None:
     assert [line.label for line in by_module(rows)] == ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
 
 
+def test_modules_that_hold_next_to_nothing_share_a_line() -> None:
+    rows = [row("conv", 10**6), row("norm1", 64), row("norm2", 64)]
+    assert [line.label for line in by_module(rows)] == ["conv", OTHERS]
+    assert [line.label for line in by_module(rows[:2])] == ["conv", "norm1"]
+
+
 def test_repeated_blocks_are_one_line() -> None:
     names = ("attention.query", "attention.out", "mlp.up", "mlp.down")
     rows = [row(f"encoder.layer.{i}.{name}") for i in range(12) for name in names] + [row("head")]
