@@ -159,6 +159,15 @@ def own_call(module: nn.Module, name: str) -> Callable[..., Any]:
     return call
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces; Dynamo asks when it comes here.
+
+    In code that Dynamo traces, torch 2.11 takes ``torch.compiler.is_exporting()`` for true whatever it traces for.
+    """
+    return torch.compiler.is_exporting()
+
+
 def without_recompile_limits() -> Any:
     """Within, Dynamo compiles however often a frame was compiled already."""
     return torch._dynamo.config.patch(recompile_limit=_NEVER, accumulated_recompile_limit=_NEVER)

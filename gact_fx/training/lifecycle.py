@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gact_fx.graphs.dynamo import in_backward
+from gact_fx.graphs.dynamo import in_backward, is_exporting
 
 
 class State(Enum):
@@ -128,7 +128,7 @@ class Lifecycle:
         return self._running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() and self._original is not None:
+        if is_exporting() and self._original is not None:
             return self._original(*args, **kwargs)
         return self._call(*args, **kwargs)
 
