@@ -9,6 +9,8 @@ Private, tried with torch 2.11 and 2.13:
 - ``torch._dynamo.config.allow_rnn`` (public would be the same in ``torch.compiler``);
 - ``torch._dynamo.config.ignore_logger_methods``, by which logging does not break a graph (public would be a decorator
   of ``torch.compiler``);
+- ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: by it torch 2.11 goes on with the graphs that it
+  has when ``requires_grad`` of a parameter changes, whose gradient is then never there (torch 2.12 mended that);
 - ``torch._dynamo.config.suppress_errors`` (public would be a getter in ``torch.compiler``);
 - ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
   ``torch.compile``);
@@ -36,6 +38,7 @@ import torch
 from torch import nn
 
 _NEVER = 2**20
+_MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 # Packages whose frames lie between a call and the compilation that it leads to.
 _OWN_ROOMS = ("torch", "gact_fx", "contextlib", "functools")
 Backend = str | Callable[..., Any]
@@ -62,7 +65,7 @@ def compile_apart(
     vars(compiled)["owner"] = owner
     is_held_back = generation > 1 and not can_isolate
     silent = _said_once()
-    if not is_held_back and not silent and not recurrent:
+    if not is_held_back and not silent and not recurrent and not _MISSES_THAWING:
         return cast(Callable[..., Any], compiled)
 
     @functools.wraps(function)
@@ -71,7 +74,9 @@ def compile_apart(
         limit = (generation if is_held_back else 1) * config.recompile_limit
         ignored = _Unwritten([*config.ignore_logger_methods, *silent])
         allows = recurrent or config.allow_rnn
-        with config.patch(recompile_limit=limit, ignore_logger_methods=ignored, allow_rnn=allows):
+        skips = config.skip_tensor_guards_with_matching_dict_tags and not _MISSES_THAWING
+        changes = {"recompile_limit": limit, "ignore_logger_methods": ignored, "allow_rnn": allows}
+        with config.patch({**changes, "skip_tensor_guards_with_matching_dict_tags": skips}):
             return compiled(*args, **kwargs)
 
     return call
