@@ -20,6 +20,7 @@ def hurried() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="with torch 2.11 Dynamo may crash where threads compile and run")
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("has_samples", [True, False])
 def test_four_threads_train_one_model(has_samples: bool) -> None:
