@@ -163,6 +163,8 @@ def test_plans_tell_why_and_what_is_unknown_is_measured_or_exact() -> None:
 def test_grouped_matrix_products_of_transformers_are_known(name: str) -> None:
     """Experts of mixtures run by these where PyTorch's own grouped product does not serve."""
     pytest.importorskip("transformers.integrations.moe")
-    graph = fx.Graph()
-    node = graph.call_function(getattr(torch.ops.transformers, name).default)
+    operator = getattr(torch.ops.transformers, name, None)
+    if operator is None:
+        pytest.skip(f"this transformers has no {name}")
+    node = fx.Graph().call_function(operator.default)
     assert is_known(node)
