@@ -97,10 +97,12 @@ GACT_INLINE uint32_t element_word(uint32_t group_key, uint32_t element) {
   return group_key + (element / kShareBlock * kShareStride + element % kShareStride) * kGolden;
 }
 
-// Uniform over the kFraction bits below one step; half a step when rounding to nearest. `mixed` is mix(element_word).
+// Uniform over the kFraction bits below one step; half a step when rounding to nearest; for rotated groups the upper
+// bit alone, as a sign. `mixed` is mix(element_word).
 template <Rounding rounding, class Int = int32_t, class Word>
 GACT_INLINE Int noise(Word mixed, int share) {
   if constexpr (rounding == Rounding::kNearest) return Int{} + kHalf;
+  if constexpr (rounding == Rounding::kRotated) return (Int)((mixed * multiplier(share)) & 0x80000000u);
   return (Int)((mixed * multiplier(share)) >> (32 - kFraction));
 }
 

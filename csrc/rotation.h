@@ -78,8 +78,8 @@ GACT_INLINE uint32_t rotation_key(uint32_t seed_key, uint64_t group, Bits mean) 
 }
 
 template <class Real>
-GACT_INLINE Real flip(Real value, int32_t noise) {
-  return noise & kHalf ? -value : value;
+GACT_INLINE Real flip(Real value, int32_t sign) {
+  return sign < 0 ? -value : value;
 }
 
 // The element whose deviation from the mean, in units of the scale, was turned back.

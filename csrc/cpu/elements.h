@@ -128,8 +128,8 @@ struct Plain {
   static GACT_INLINE void flip_deviations(const typename Format::Bits* __restrict x, int count,
                                           typename Format::Real mean, uint32_t key,
                                           typename Format::Real* __restrict deviations) {
-    for_noise<Rounding::kStochastic>(key, count,
-                                     [&](int j, int32_t n) { deviations[j] = flip(Format::decode(x[j]) - mean, n); });
+    for_noise<Rounding::kRotated>(key, count,
+                                  [&](int j, int32_t n) { deviations[j] = flip(Format::decode(x[j]) - mean, n); });
   }
 
   // The Walsh-Hadamard transform, not normalised, from the farthest pairs to neighbours.
@@ -184,7 +184,7 @@ struct Plain {
   static GACT_INLINE void add_flipped(const typename Format::Real* __restrict deviations, int count,
                                       typename Format::Real mean, typename Format::Real scale, uint32_t key,
                                       typename Format::Bits* __restrict x) {
-    for_noise<Rounding::kStochastic>(
+    for_noise<Rounding::kRotated>(
         key, count, [&](int j, int32_t n) { x[j] = decode_rotated<Format>(flip(deviations[j], n), mean, scale); });
   }
 

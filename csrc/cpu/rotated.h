@@ -12,6 +12,10 @@
 namespace gact::cpu {
 namespace {
 
+// Groups are turned so many at a time before their codes are looked for: a processor can then begin the next one while
+// it waits for the norm of one.
+constexpr int kBatch = 4;
+
 // Loops over a group of `kSize` elements are unrolled; 0 stands for any size.
 template <class Elements, class Format, int kSize>
 void compress_rotated_groups(const Strided& values, const Codec& codec, const Blob& blob, int64_t begin, int64_t end) {
@@ -24,36 +28,45 @@ void compress_rotated_groups(const Strided& values, const Codec& codec, const Bl
   Walk<Element> walk;
   walk.start(values, begin * size);
   Element buffer[kMaxGroupSize];
-  alignas(64) Real turned[kMaxGroupSize];
-  uint8_t codes[kMaxGroupSize];
-  for (int64_t group = begin; group < end; ++group) {
-    const int64_t left = blob.numel - group * size;
-    const Element* const x = next_group(walk, left, size, buffer);
-    const auto extremes = Elements::template find_extremes<Format>(x, size);
-    bool irregular = extremes.is_irregular || extremes.minimum <= -kRotatedLimit || extremes.maximum >= kRotatedLimit;
-    Metadata<Format> metadata{};
-    if (!irregular) {
-      const Real sum = Elements::template sum<Format>(x, size);
-      metadata.minimum = Format::encode(sum / Real(size) + Real(0));  // -0.0 becomes +0.0
-      const Real mean = Format::decode(metadata.minimum);
-      const uint32_t key = rotation_key(seed, uint64_t(group), metadata.minimum);
-      Elements::template flip_deviations<Format>(x, size, mean, key, turned);
-      Elements::turn(turned, size);
-      const Real squared_norm = Elements::squared_norm(turned, size);
-      const Real above = extremes.maximum - mean, below = mean - extremes.minimum;
-      irregular = is_ill_suited(above > below ? above : below, squared_norm, size, bits);
-      if (!irregular) {
-        const Real root = root_mean_square(squared_norm, size);
-        metadata.step = encode_scale(squared_norm, Elements::find_nearest(turned, size, bits, root, codes), size);
+  alignas(64) Real turned[kBatch][kMaxGroupSize];
+  uint8_t codes[kBatch][kMaxGroupSize];
+  for (int64_t first = begin; first < end; first += kBatch) {
+    const int count = int(end - first < kBatch ? end - first : kBatch);
+    Metadata<Format> metadata[kBatch] = {};
+    Real squared_norms[kBatch];
+    bool irregular[kBatch];
+    for (int k = 0; k < count; ++k) {
+      const int64_t group = first + k;
+      const Element* const x = next_group(walk, blob.numel - group * size, size, buffer);
+      const auto extremes = Elements::template find_extremes<Format>(x, size);
+      irregular[k] = extremes.is_irregular || extremes.minimum <= -kRotatedLimit || extremes.maximum >= kRotatedLimit;
+      if (!irregular[k]) {
+        const Real sum = Elements::template sum<Format>(x, size);
+        metadata[k].minimum = Format::encode(sum / Real(size) + Real(0));  // -0.0 becomes +0.0
+        const Real mean = Format::decode(metadata[k].minimum);
+        const uint32_t key = rotation_key(seed, uint64_t(group), metadata[k].minimum);
+        Elements::template flip_deviations<Format>(x, size, mean, key, turned[k]);
+        Elements::turn(turned[k], size);
+        squared_norms[k] = Elements::squared_norm(turned[k], size);
+        const Real above = extremes.maximum - mean, below = mean - extremes.minimum;
+        irregular[k] = is_ill_suited(above > below ? above : below, squared_norms[k], size, bits);
+      }
+      if (irregular[k]) {
+        metadata[k] = compress_irregular<Elements, Rounding::kDither, Format>(x, bits, size, seed, group, codes[k]);
       }
     }
-    if (irregular) {
-      metadata = compress_irregular<Elements, Rounding::kDither, Format>(x, bits, size, seed, group, codes);
+    for (int k = 0; k < count; ++k) {
+      const int64_t group = first + k;
+      if (!irregular[k]) {
+        const Real root = root_mean_square(squared_norms[k], size);
+        const Real product = Elements::find_nearest(turned[k], size, bits, root, codes[k]);
+        metadata[k].step = encode_scale(squared_norms[k], product, size);
+      }
+      // The codes of the padding stay: every element of the group is read from all of them.
+      store(blob.minimum, group, metadata[k].minimum);
+      store(blob.step, group, metadata[k].step);
+      pack_codes(codes[k], blob.codes + group * packed_nbytes);
     }
-    // The codes of the padding stay: every element of the group is read from all of them.
-    store(blob.minimum, group, metadata.minimum);
-    store(blob.step, group, metadata.step);
-    pack_codes(codes, blob.codes + group * packed_nbytes);
   }
 }
 

@@ -37,7 +37,7 @@ struct VectorizedRotated : Vectorized<Vectors> {
     if constexpr (sizeof(typename Format::Bits) == 8) {
       Plain::flip_deviations<Format>(x, count, mean, key, deviations);
     } else {
-      Base::template for_noise<Rounding::kStochastic>(key, count, [&](int first, const auto& n) {
+      Base::template for_noise<Rounding::kRotated>(key, count, [&](int first, const auto& n) {
         prefetch(x + count + first, n.kVectors * kLanes);
         for (int k = 0; k < n.kVectors; ++k) {
           const int j = first + k * kLanes;
@@ -96,7 +96,7 @@ struct VectorizedRotated : Vectorized<Vectors> {
       Plain::add_flipped<Format>(deviations, count, mean, scale, key, x);
     } else {
       const Real largest = Format::kMax - Real{};
-      Base::template for_noise<Rounding::kStochastic>(key, count, [&](int first, const auto& n) {
+      Base::template for_noise<Rounding::kRotated>(key, count, [&](int first, const auto& n) {
         for (int k = 0; k < n.kVectors; ++k) {
           const int j = first + k * kLanes;
           const Real value = mean + flip(get(deviations + j), n.vector[k]) * scale;
@@ -108,9 +108,7 @@ struct VectorizedRotated : Vectorized<Vectors> {
   }
 
  private:
-  static GACT_INLINE Real flip(Real value, Int noise) {
-    return (Real)((Word)value ^ (Word)(noise & kHalf) << (32 - kFraction));
-  }
+  static GACT_INLINE Real flip(Real value, Int sign) { return (Real)((Int)value ^ sign); }
 
   static GACT_INLINE Int lanes() {
     Int lane;

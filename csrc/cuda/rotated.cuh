@@ -22,7 +22,7 @@ struct Numbers {
   }
 
   __device__ void flip_all(uint32_t key, const Place<kRun>& place) {
-    with_noise<Rounding::kStochastic>(key, place, [&](auto noise_of) {
+    with_noise<Rounding::kRotated>(key, place, [&](auto noise_of) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values[i] = flip(values[i], noise_of(i));
     });
