@@ -5,7 +5,8 @@
 
 Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``. Every method runs in a fresh process.
 One that fails is a row that says why; the exit status is 1 if it was gact_fx. Results are saved after each row, beside
-those of earlier runs on this machine; ``--resume`` measures only what is not there yet. ``--plot`` draws what there is.
+those of earlier runs on this machine; ``--resume`` measures only what is not there yet, so that memory and time can be
+measured on an idle machine (``--without-error``) and errors on a busy one. ``--plot`` draws what there is.
 
 - peak: the most bytes that are live over a step, above the parameters: activations, gradients, transients.
 - held: bytes that are live when backward begins.
@@ -81,19 +82,20 @@ def step_seconds(process: Process, reference: Reference, turns: int) -> Row:
     return found
 
 
-def measure(case: Case, reference: Reference, options: argparse.Namespace, around: Surroundings) -> Row:
-    """One row. What was measured before a failure stays in it."""
-    row: Row = {"label": METHODS[case.method].label, "times": case.times}
+def measure(case: Case, reference: Reference, options: argparse.Namespace, around: Surroundings, begun: Row) -> Row:
+    """One row: ``begun``, and what it lacks. What was measured before a failure stays in it."""
+    row: Row = {"label": METHODS[case.method].label, "times": case.times, **begun}
     try:
-        with Process(case, around) as process:
-            row.update(process.ask("memory"))
-            row.update(step_seconds(process, reference, options.turns))
+        if "seconds" not in row:
+            with Process(case, around) as process:
+                row.update(process.ask("memory"))
+                row.update(step_seconds(process, reference, options.turns))
+            row["threads"], row["load"] = torch.get_num_threads(), round(os.getloadavg()[0], 2)
         if options.error:
             with Process(case, around) as process:
                 row.update(process.ask("error"))
     except Failure as failure:
         row["failed"] = str(failure)
-    row["threads"], row["load"] = torch.get_num_threads(), round(os.getloadavg()[0], 2)
     return row
 
 
@@ -108,20 +110,19 @@ def run_network(
     with ExitStack() as stack:
         reference = Reference(case, around, stack)
         for key in known(options.methods):
-            if options.resume and is_whole(rows.get(key), case.times, options.error):
+            begun = taken_up(rows.get(key), case.times) if options.resume else {}
+            if "seconds" in begun and ("error" in begun or not options.error):
                 continue
             if time.monotonic() > stop_at:
                 print(f"{case.network}: time is up; --resume measures the other methods", flush=True)
                 return
-            rows[key] = measure(replace(case, method=key), reference, options, around)
+            rows[key] = measure(replace(case, method=key), reference, options, around, begun)
             yield key
 
 
-def is_whole(row: Row | None, times: int, with_error: bool) -> bool:
-    """Whether nothing is left to measure of a row."""
-    if row is None or "failed" in row or row["times"] != times:
-        return False
-    return "error" in row or not with_error
+def taken_up(row: Row | None, times: int) -> Row:
+    """What a resumed run keeps of a row: nothing of one that failed or had another batch."""
+    return {} if row is None or "failed" in row or row["times"] != times else row
 
 
 def describe_row(network: str, row: Row) -> str:

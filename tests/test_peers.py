@@ -109,14 +109,17 @@ def test_a_process_says_why_it_fails(tmp_path: Path) -> None:
 def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setenv("GACT_FX_RESULTS", str(tmp_path))
     asked = ["peers.py", "unet", "--small", "--turns", "1", "--limit", "600", "--methods"]
-    monkeypatch.setattr(sys, "argv", [*asked, "eager", "hooks-8"])
     monkeypatch.setattr(peers, "REFERENCE", "eager")  # compiles nothing
+    monkeypatch.setattr(sys, "argv", [*asked, "eager", "--without-error"])
+    peers.main()
+    timed = peers.saved("peers-fp32-small")["unet"]["eager"]
+    monkeypatch.setattr(sys, "argv", [*asked, "eager", "hooks-8", "--resume"])
     peers.main()
     first = peers.saved("peers-fp32-small")["unet"]
     assert list(first) == ["eager", "hooks-8"] and first["eager"]["error"] == 0.0 < first["hooks-8"]["error"]
+    assert first["eager"] == {**timed, "error": 0.0}, "only the error was not there yet"
     assert "hooks, 8 bits" in capfd.readouterr().out
     # Nothing is measured twice.
-    monkeypatch.setattr(sys, "argv", [*asked, "eager", "hooks-8", "--resume"])
     monkeypatch.setattr(peers, "measure", lambda *args: pytest.fail("it was there already"))
     peers.main()
     assert peers.saved("peers-fp32-small")["unet"] == first
@@ -134,13 +137,10 @@ def rows() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_rows_are_whole_or_measured_again() -> None:
+def test_a_failed_row_or_another_batch_is_measured_again() -> None:
     found = rows()
-    assert peers.is_whole(found["eager"], 1, True)
-    assert not peers.is_whole(None, 1, True) and not peers.is_whole(found["fp8"], 1, False)
-    assert not peers.is_whole(found["eager"], 4, True)
-    without_error = {key: value for key, value in found["eager"].items() if key != "error"}
-    assert peers.is_whole(without_error, 1, False) and not peers.is_whole(without_error, 1, True)
+    assert peers.taken_up(found["eager"], 1) == found["eager"]
+    assert peers.taken_up(found["eager"], 4) == peers.taken_up(found["fp8"], 1) == peers.taken_up(None, 1) == {}
 
 
 def test_a_row_says_why_it_failed() -> None:
