@@ -13,6 +13,7 @@ defines it with ``reduction="none"``::
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,14 +68,12 @@ def linear_cross_entropy(
     real = _real(hidden)
     lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
-    for start, stop in _slabs(hidden, classes):
-        z = _logits(hidden, weight, bias, start, stop) if logits is None else logits[:, start:stop]
-        z = z.to(real)
-        lse = torch.logaddexp(lse, z.logsumexp(1))
-        inside, index = _places(row_target, start, stop)
-        at_target = torch.where(inside, z.gather(1, index)[:, 0], at_target)
+    for slab in _slabs(hidden, weight, bias, real, logits):
+        inside, index = _places(row_target, slab)
+        at_target = torch.where(inside, slab.real.gather(1, index)[:, 0], at_target)
         if label_smoothing:
-            total += z.sum(1) if class_weight is None else z @ class_weight[start:stop].to(real)
+            total += slab.real.sum(1) if class_weight is None else slab.real @ class_weight[slab.classes].to(real)
+        lse = torch.logaddexp(lse, _logsumexp_(slab.real))
     of_row, of_all = _class_weights(class_weight, row_target, classes, real)
     loss = (1 - label_smoothing) * of_row * (lse - at_target)
     if label_smoothing:
@@ -106,28 +105,26 @@ def linear_cross_entropy_backward(
     of_softmax = at_target + everywhere * of_all + grad_lse
     of_hidden, of_weight, of_bias = _empty_gradients(hidden, real, weight, bias, output_mask)
     of_hidden.zero_()
-    for start, stop in _slabs(hidden, classes):
-        z = _logits(hidden, weight, bias, start, stop).to(real)
-        change = z.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
-        inside, index = _places(row_target, start, stop)
+    for slab in _slabs(hidden, weight, bias, real):
+        change = slab.real.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
+        inside, index = _places(row_target, slab)
         change.scatter_add_(1, index, torch.where(inside, -at_target, 0)[:, None])
         if label_smoothing:
-            parts = 1 if class_weight is None else class_weight[start:stop].to(real)
+            parts = 1 if class_weight is None else class_weight[slab.classes].to(real)
             change.sub_(everywhere[:, None] * parts)
         if output_mask[2]:
-            of_bias[start:stop] = change.sum(0)
-        rounded = change.to(hidden.dtype)
+            of_bias[slab.classes] = change.sum(0)
+        rounded = slab.logits.copy_(change)
         if output_mask[1]:
             if weight.dtype == hidden.dtype:
-                torch.mm(rounded.t(), hidden, out=of_weight[start:stop])
+                torch.mm(rounded.t(), hidden, out=of_weight[slab.classes])
             else:
-                of_weight[start:stop] = rounded.t() @ hidden
+                of_weight[slab.classes] = rounded.t() @ hidden
         if output_mask[0]:
-            part = weight[start:stop].to(hidden.dtype)
             if real == hidden.dtype:
-                of_hidden.addmm_(rounded, part)
+                of_hidden.addmm_(rounded, slab.weight)
             else:
-                of_hidden.add_(rounded @ part)
+                of_hidden.add_(rounded @ slab.weight)
     return of_hidden.to(hidden.dtype), of_weight, of_bias
 
 
@@ -136,20 +133,52 @@ def _real(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _slabs(hidden: Tensor, classes: int) -> Iterator[tuple[int, int]]:
+@dataclass(frozen=True)
+class _Slab:
+    """Some ``classes``, their ``weight`` and ``logits`` (N, C) in the dtype of hidden, and these in ``real``.
+
+    The two may be one tensor, and the next slab is computed where they lie: new memory for each would have to be
+    mapped by the kernel page by page, which takes a tenth of the time of the matrix product.
+    """
+
+    classes: slice
+    weight: Tensor
+    logits: Tensor
+    real: Tensor
+
+
+def _slabs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, known: Tensor | None = None
+) -> Iterator[_Slab]:
+    """Slab by slab the logits, computed anew or those that are ``known``, in ``dtype`` as well."""
     rows, features = hidden.shape
-    width = max(SLAB // max(rows, 1), features, _FEWEST)
-    for start in range(0, classes, width):
-        yield start, min(start + width, classes)
+    width = min(max(SLAB // max(rows, 1), features, _FEWEST), len(weight))
+    memory = hidden.new_empty(rows * width, dtype=dtype)
+    own = memory if known is not None or dtype == hidden.dtype else hidden.new_empty(rows * width)
+    for start in range(0, len(weight), width):
+        classes = slice(start, min(start + width, len(weight)))
+        shape = rows, classes.stop - start
+        real, logits = (x[: rows * shape[1]].view(shape) for x in (memory, own))
+        part = weight[classes].to(hidden.dtype)
+        if known is not None:
+            real.copy_(known[:, classes])
+        elif bias is None:
+            torch.mm(hidden, part.t(), out=logits)
+        else:
+            torch.addmm(bias[classes].to(hidden.dtype), hidden, part.t(), out=logits)
+        yield _Slab(classes, part, logits, real if known is not None else real.copy_(logits))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    part = None if bias is None else bias[start:stop].to(hidden.dtype)
-    return torch.nn.functional.linear(hidden, weight[start:stop].to(hidden.dtype), part)
+def _logsumexp_(x: Tensor) -> Tensor:
+    """``x.logsumexp(1)``, which overwrites ``x``."""
+    largest = x.amax(1, keepdim=True)
+    largest.masked_fill_(largest.abs() == torch.inf, 0)  # infinity less itself is no number
+    return x.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
 
 
-def _places(target: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _places(target: Tensor, slab: _Slab) -> tuple[Tensor, Tensor]:
     """Whether a row's target is in a slab, and the column (N, 1) of the slab that it is."""
+    start, stop = slab.classes.start, slab.classes.stop
     inside = (target >= start) & (target < stop)
     return inside, (target - start).clamp(0, stop - start - 1)[:, None]
 
