@@ -2,8 +2,8 @@
 
 The gradient of attention's output is multiplied twice: with the probabilities, for the value, and with the value, for
 the probabilities. What is made of either is as large as the scores are, and Inductor would make both in one kernel.
-In turn there are three such tensors at a time instead of four or five. Dropout's numbers are drawn again for the second
-one, from the same seed.
+In turn there are two or three such tensors at a time instead of four or five. For the second product's sake dropout's
+numbers are drawn again, from the same seed, and probabilities are made again (`exponentiate_again`).
 """
 
 from collections.abc import Collection, Mapping
@@ -17,6 +17,7 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, ancestors, behind, dependents
 from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operator_table import CASTS, REORDERS
+from gact_fx.passes.exponentiate_again import exponentiate_again
 from gact_fx.passes.is_cheap import is_cheap
 from gact_fx.passes.pipeline import Context
 
@@ -44,7 +45,11 @@ def multiply_in_turn(pair: GraphPair, context: Context) -> None:
                 continue
             if first not in ancestors([second]) and second not in ancestors([first]):
                 _wait(graph, second, shared[0], first)
-                _draw_again(second, first, ancestors(probabilities), depends)
+                before = ancestors(probabilities)
+                _draw_again(second, first, before, depends)
+                scores = [node for node in before if node.target is aten.bmm.default and node.name in context.attention]
+                if len(scores) == len(probabilities) == 1:
+                    exponentiate_again(scores[0], first, probabilities[0], second, depends)
 
 
 def _wait(graph: fx.Graph, product: fx.Node, factor: fx.Node, first: fx.Node) -> None:

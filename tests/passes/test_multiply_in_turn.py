@@ -34,13 +34,13 @@ class Attention(nn.Module):
 @pytest.mark.both_compilers
 @pytest.mark.parametrize("inner", ["inductor"])
 @pytest.mark.parametrize("spells_out", [True, False])
-def test_no_more_than_three_tensors_of_scores(inner: str, spells_out: bool) -> None:
+def test_no_more_than_two_tensors_of_scores(inner: str, spells_out: bool) -> None:
     model, x = Attention(0.1, spells_out), torch.randn(ROWS, LENGTH, WIDTH)
     gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner)
     model(x).backward()
     model.zero_grad()
     peak = peak_bytes(lambda: model(x))
-    assert peak.step < 3.4 * SCORES, peak
+    assert peak.step < 2.6 * SCORES, peak  # and their mask, of a quarter of their bytes
 
 
 @pytest.mark.both_compilers
