@@ -66,6 +66,12 @@ struct Integers {
   int64_t numel;
 };
 
+// Numbers of 31 bits that Philox draws by `seed`; those from `least` on make a one.
+struct Draw {
+  uint32_t seed;
+  uint32_t least;
+};
+
 namespace cpu {
 
 void compress(const Strided& values, const Codec& codec, const Blob& blob);
@@ -73,6 +79,9 @@ void decompress(const Blob& blob, const Codec& codec, const SpacedRows& values);
 // Returns whether all integers were in [0, 2^value_bits).
 bool pack_integers(const void* values, const Integers& integers, uint8_t* packed);
 void unpack_integers(const uint8_t* packed, const Integers& integers, void* values);
+
+// `numel` bytes, each 0 or 1.
+void draw_mask(const Draw& draw, uint8_t* mask, int64_t numel);
 
 // The instruction set in use: "avx512", "avx2" or "baseline".
 const char* capability();

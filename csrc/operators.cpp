@@ -20,6 +20,7 @@
 
 #include "blobs.h"
 #include "kernels.h"
+#include "philox.h"
 
 namespace gact {
 namespace {
@@ -254,6 +255,16 @@ Tensor decompress(const Tensor& blob, IntHeaderOnlyArrayRef size, ScalarType dty
   return result;
 }
 
+// As gact_fx/graphs/draw_mask.py has it.
+Tensor draw_mask(const Tensor& seed, IntHeaderOnlyArrayRef size, double threshold) {
+  check(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, "draw_mask", "seed must be one int64, got ",
+        seed.numel(), " of ", seed.scalar_type());
+  const Draw draw = {uint32_t(*static_cast<const int64_t*>(seed.const_data_ptr())), least_beyond(float(threshold))};
+  Tensor mask = empty(size, ScalarType::Bool, seed);
+  cpu::draw_mask(draw, bytes_of(mask), mask.numel());
+  return mask;
+}
+
 std::string cpu_capability() { return cpu::capability(); }
 
 }  // namespace
@@ -262,6 +273,7 @@ std::string cpu_capability() { return cpu::capability(); }
 STABLE_TORCH_LIBRARY_IMPL(gact_fx, CPU, m) {
   m.impl("compress", TORCH_BOX(&gact::compress<gact::Cpu>));
   m.impl("decompress", TORCH_BOX(&gact::decompress<gact::Cpu>));
+  m.impl("draw_mask", TORCH_BOX(&gact::draw_mask));
 }
 
 #ifdef USE_CUDA

@@ -7,6 +7,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``find_batched_products``, ``find_joins`` and ``is_cheap`` are analyses behind `mark_recomputation`;
 - ``find_refusals``, ``find_copies``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``,
   ``merge_masks`` and ``bound_indices`` are analyses behind `decide_eligibility`;
+- ``exponentiate_again`` is a part of `multiply_in_turn`;
 - ``decode_again`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored, ``stored_memory`` says what that leads to in memory;
@@ -23,6 +24,7 @@ from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
 from gact_fx.passes.decide_eligibility import decide_eligibility
 from gact_fx.passes.decode_at_use import decode_at_use
 from gact_fx.passes.defer_recomputation import defer_recomputation
+from gact_fx.passes.draw_masks import draw_masks
 from gact_fx.passes.expose_decisions import expose_decisions
 from gact_fx.passes.find_attention import find_attention
 from gact_fx.passes.find_plan import find_plan
@@ -75,6 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("multiply_in_turn", multiply_in_turn, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: c.config.inner == "inductor" and not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),

@@ -71,6 +71,11 @@ void unpack_integers(const uint8_t* packed, const Integers& integers, void* valu
              [&](int64_t begin, int64_t end) { kernels().unpack_integers(packed, integers, values, begin, end); });
 }
 
+void draw_mask(const Draw& draw, uint8_t* mask, int64_t numel) {
+  torch::stable::parallel_for(0, numel, kGrain,
+                              [&](int64_t begin, int64_t end) { kernels().draw_mask(draw, mask, begin, end); });
+}
+
 const char* capability() { return kernels().name; }
 
 }  // namespace gact::cpu

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../codec.h"
+#include "../philox.h"
 #include "../rotation.h"
 
 namespace gact::cpu {
@@ -36,6 +37,24 @@ GACT_INLINE void prefetch(const Element* from, int count) {
 }
 
 struct Plain {
+  // The words of counters `first` to `first + kDrawn - 1`, modulo 2^32.
+  static GACT_INLINE void draw_words(uint32_t seed, uint32_t first, uint32_t* words) {
+    uint32_t a[kDrawn], b[kDrawn] = {}, c[kDrawn] = {}, d[kDrawn] = {};
+    for (int i = 0; i < kDrawn; ++i) a[i] = first + uint32_t(i);
+    uint32_t keys[2] = {seed, 0};
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      for (int i = 0; i < kDrawn; ++i) {
+        const uint64_t of_a = uint64_t(kPhiloxFactors[0]) * a[i], of_c = uint64_t(kPhiloxFactors[1]) * c[i];
+        a[i] = uint32_t(of_c >> 32) ^ b[i] ^ keys[0];
+        b[i] = uint32_t(of_c);
+        c[i] = uint32_t(of_a >> 32) ^ d[i] ^ keys[1];
+        d[i] = uint32_t(of_a);
+      }
+      for (int i = 0; i < 2; ++i) keys[i] += kPhiloxKeys[i];
+    }
+    memcpy(words, a, sizeof(a));
+  }
+
   template <class Format>
   static GACT_INLINE Extremes<typename Format::Real> find_extremes(const typename Format::Bits* x, int count) {
     using Ordered = typename Format::Ordered;

@@ -20,6 +20,7 @@ struct Kernels {
   void (*decompress)(const Blob& blob, const Codec& codec, void* values, int64_t begin, int64_t end);
   bool (*pack_integers)(const void* values, const Integers& integers, uint8_t* packed, int64_t begin, int64_t end);
   void (*unpack_integers)(const uint8_t* packed, const Integers& integers, void* values, int64_t begin, int64_t end);
+  void (*draw_mask)(const Draw& draw, uint8_t* mask, int64_t begin, int64_t end);
 };
 
 Kernels baseline_kernels();

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "../kernels.h"
+#include "draws.h"
 #include "groups.h"
 #include "instruction_sets.h"
 #include "planes.h"
@@ -302,6 +303,7 @@ Kernels make_kernels(const char* name) {
       unpack_integers_range(packed, integers, static_cast<decltype(element)*>(values), begin, end);
     });
   };
+  kernels.draw_mask = draw_mask_range<Elements>;
   return kernels;
 }
 

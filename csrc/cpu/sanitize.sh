@@ -16,12 +16,13 @@ export PYTHONPATH=$folder
 rm -f "$folder"/report.*
 trap 'cat "$folder"/report.* 2>/dev/null >&2 || true' ERR
 # Tests that compile with Inductor or start an interpreter of their own would run other code under the sanitizers.
-tests=(tests/codec/test_codec_operators.py tests/codec/test_codec_hypothesis.py -k "not opcheck and not inductor and not instruction_set and not symbolic")
+tests=(tests/codec/test_codec_operators.py tests/codec/test_codec_hypothesis.py tests/graphs/test_draw_mask.py -k "not opcheck and not inductor and not instruction_set and not symbolic")
 
 # Not from here, where the installed package would be found first.
 loaded=$(cd "$folder" && "$python" -c "import torch, gact_fx; print(*torch.ops.loaded_libraries)")
 [[ $loaded == *"$folder"* ]] || { echo "sanitize.sh: loaded $loaded, which is not the sanitized build" >&2; exit 1; }
 "$BIN/pytest" -q -p no:cacheprovider "${tests[@]}"
+everywhere=(tests/codec/test_codec_hypothesis.py tests/graphs/test_draw_mask.py -k everywhere)
 for capability in avx2 baseline; do
-  GACT_FX_CPU_CAPABILITY=$capability "$BIN/pytest" -q -p no:cacheprovider tests/codec/test_codec_hypothesis.py -k everywhere
+  GACT_FX_CPU_CAPABILITY=$capability "$BIN/pytest" -q -p no:cacheprovider "${everywhere[@]}"
 done

@@ -23,6 +23,36 @@ struct Vectorized : Plain {
   static constexpr int kLanes = Vectors::kLanes;
   static constexpr int kBlock = int(kShareBlock);
 
+  // The words of counters `first` to `first + kDrawn - 1`. Only the low half of each lane counts.
+  static GACT_INLINE void draw_words(uint32_t seed, uint32_t first, uint32_t* words) {
+    using Wide = typename Vectors::Wide;
+    constexpr int kWide = kLanes / 2, kChains = 4;  // what one round waits for is hidden behind the other chains
+    typedef uint32_t Half __attribute__((vector_size(4 * kWide)));
+    for (int from = 0; from < kDrawn; from += kWide * kChains) {
+      Wide a[kChains], b[kChains] = {}, c[kChains] = {}, d[kChains] = {};
+      for (int i = 0; i < kChains; ++i) {
+        for (int lane = 0; lane < kWide; ++lane) a[i][lane] = uint64_t(first) + from + i * kWide + lane;
+      }
+      uint32_t keys[2] = {seed, 0};
+#pragma GCC unroll kPhiloxRounds
+      for (int round = 0; round < kPhiloxRounds; ++round) {
+        for (int i = 0; i < kChains; ++i) {
+          const Wide of_a = Vectors::product(a[i], Wide{} + kPhiloxFactors[0]);
+          const Wide of_c = Vectors::product(c[i], Wide{} + kPhiloxFactors[1]);
+          a[i] = (of_c >> 32) ^ b[i] ^ uint64_t(keys[0]);
+          b[i] = of_c;
+          c[i] = (of_a >> 32) ^ d[i] ^ uint64_t(keys[1]);
+          d[i] = of_a;
+        }
+        for (int i = 0; i < 2; ++i) keys[i] += kPhiloxKeys[i];
+      }
+      for (int i = 0; i < kChains; ++i) {
+        const Half low = __builtin_convertvector(a[i], Half);
+        memcpy(words + from + i * kWide, &low, sizeof(low));
+      }
+    }
+  }
+
   template <class Format>
   static GACT_INLINE Extremes<typename Format::Real> find_extremes(const typename Format::Bits* x, int count) {
     if constexpr (sizeof(typename Format::Bits) != 4) {

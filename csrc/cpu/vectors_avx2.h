@@ -16,6 +16,7 @@ struct Vectors8 {
   typedef int32_t Int __attribute__((vector_size(32)));
   typedef uint32_t Word __attribute__((vector_size(32)));
   typedef uint8_t Bytes __attribute__((vector_size(32)));
+  typedef uint64_t Wide __attribute__((vector_size(32)));
 
   static GACT_INLINE Real minimum(Real a, Real b) { return (Real)_mm256_min_ps((__m256)a, (__m256)b); }
   static GACT_INLINE Real maximum(Real a, Real b) { return (Real)_mm256_max_ps((__m256)a, (__m256)b); }
@@ -56,6 +57,8 @@ struct Vectors8 {
   static GACT_INLINE Word from_words16(const uint16_t* from) {
     return (Word)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  // Of the low halves.
+  static GACT_INLINE Wide product(Wide a, Wide b) { return (Wide)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
   static GACT_INLINE void store_words16(Word a, uint16_t* to) {
     const __m256i packed = _mm256_packus_epi32((__m256i)a, (__m256i)a);
     const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x8);

@@ -16,6 +16,7 @@ struct Vectors16 {
   typedef int32_t Int __attribute__((vector_size(64)));
   typedef uint32_t Word __attribute__((vector_size(64)));
   typedef uint8_t Bytes __attribute__((vector_size(64)));
+  typedef uint64_t Wide __attribute__((vector_size(64)));
 
   static GACT_INLINE Real minimum(Real a, Real b) { return (Real)_mm512_min_ps((__m512)a, (__m512)b); }
   static GACT_INLINE Real maximum(Real a, Real b) { return (Real)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -46,6 +47,8 @@ struct Vectors16 {
   static GACT_INLINE Word from_words16(const uint16_t* from) {
     return (Word)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  // Of the low halves.
+  static GACT_INLINE Wide product(Wide a, Wide b) { return (Wide)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
   static GACT_INLINE void store_words16(Word a, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)a));
   }
