@@ -18,6 +18,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _DRAW = torch.ops.gact_fx.draw_mask.default
 # Fewer numbers are as soon drawn as a kernel is called.
 _MIN_NUMEL = 2**12
+# What Inductor rounds to the dtype of the numbers that it compares, which themselves it leaves as they are.
+_ROUNDS_THRESHOLDS = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def draw_masks(pair: GraphPair, context: Context) -> None:
@@ -33,15 +35,13 @@ def draw_masks(pair: GraphPair, context: Context) -> None:
 
 
 def _draw(graph: fx.Graph, numbers: fx.Node, seed: Any, size: Any) -> None:
-    """Draw every comparison of ``numbers`` with a threshold, which has the precision that these are rounded to.
-
-    Inductor compares the numbers as they are, and rounds the threshold alone.
-    """
-    rounded = [user for user in numbers.users if user.target is prims.convert_element_type.default]
-    for node in (numbers, *rounded):
+    """Draw every comparison of ``numbers``, or of what they are in another dtype, with a threshold."""
+    casts = [user for user in numbers.users if user.target is prims.convert_element_type.default]
+    for node in (numbers, *casts):
+        dtype = node.meta["val"].dtype if _ROUNDS_THRESHOLDS else torch.float32
         for user in list(node.users):
-            if user.target is aten.gt.Scalar and user.args[0] is node:
-                threshold = float(torch.tensor(user.args[1], dtype=node.meta["val"].dtype))
+            if user.target is aten.gt.Scalar and isinstance(user.args[1], int | float):
+                threshold = float(torch.tensor(user.args[1], dtype=dtype))
                 with graph.inserting_before(user):
                     mask = add_call(graph, _DRAW, (seed, size, threshold), f"{user.name}_drawn")
                 user.replace_all_uses_with(mask)

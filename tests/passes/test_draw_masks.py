@@ -62,8 +62,7 @@ def test_the_same_elements_are_dropped(inner: str, amp: bool, monkeypatch: pytes
         found, expected = (steps(each, x, amp) for each in (model, reference))
         torch.testing.assert_close(found[0], expected[0], rtol=1e-2 if amp else 1e-5, atol=0)
         assert relative_error(found[1:], expected[1:]) < 0.03
-    low = float(torch.tensor(0.3, dtype=torch.bfloat16 if amp else torch.float32))
-    assert low in drawn, "the library drew a mask"
+    assert any(abs(threshold - 0.3) < 0.01 for threshold in drawn), "the library drew a mask"
 
 
 def test_what_a_gpu_or_another_compiler_draws_stays(monkeypatch: pytest.MonkeyPatch) -> None:
