@@ -1,5 +1,6 @@
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): a counter of four words is
-// turned into four random ones in ten rounds. Counters are (i, 0, 0, 0) here, keys (seed, 0), and the first word counts.
+// turned into four random ones in ten rounds. Counters are (i, 0, 0, 0) here, keys (seed, 0), and the first word
+// counts.
 #pragma once
 
 #include <cstdint>

@@ -77,7 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("copy_for_replay", copy_for_replay, gives="replayable"),
     Pass("add_in_place", add_in_place, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("multiply_in_turn", multiply_in_turn, edits=BACKWARD, when=lambda c: not c.is_profiling),
-    Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: c.config.inner == "inductor" and not c.is_profiling),
+    Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),

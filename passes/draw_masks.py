@@ -24,7 +24,7 @@ _ROUNDS_THRESHOLDS = torch.torch_version.TorchVersion(torch.__version__) >= "2.1
 
 def draw_masks(pair: GraphPair, context: Context) -> None:
     """Edit both graphs in place, on the CPU alone: a GPU draws numbers faster than it reads them."""
-    if not has_kernel("gact_fx::draw_mask", "cpu"):
+    if context.config.inner != "inductor" or not has_kernel("gact_fx::draw_mask", "cpu"):
         return
     for module in (pair.forward, pair.backward):
         for numbers in module.graph.find_nodes(op="call_function", target=prims.inductor_random.default):

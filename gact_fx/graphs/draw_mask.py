@@ -47,9 +47,9 @@ def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return low & _LOW, ((part >> 16) + (low >> 32)) & _LOW
 
 
-_library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("gact_fx::draw_mask", lib=_library)
 def _fake(seed: Tensor, size: Sequence[int], threshold: float) -> Tensor:
     return seed.new_empty(size, dtype=torch.bool)
+
+
+_library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
+torch.library.register_fake("gact_fx::draw_mask", _fake, lib=_library)
