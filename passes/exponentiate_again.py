@@ -39,26 +39,28 @@ def exponentiate_again(
     if scores in sources or scores not in ancestors(sources, lambda node: node is scores or node in same):
         return  # made of the factor, which is there until then
     of_rows = dependents(graph, lambda node: node is scores) - dependents(graph, lambda node: node is first) - made
-    whole = ancestors(sources, lambda node: node is scores) & made
-    numbers: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(readers[0]):
-        for number in sorted({source for node in whole for source in node.all_input_nodes if source in of_rows}):
-            numbers[number] = add_call(graph, _BEHIND, (number, first), f"{number.name}_late")
+    if any(numel(node) >= numel(scores) for node in of_rows & ancestors(sources, lambda node: node is scores)):
+        return  # as large as the scores, and not cheap
+    copies: dict[fx.Node, fx.Node] = {}
     for user in readers:
         for source in [source for source in sources if source in user.all_input_nodes]:
+            between = ancestors([source], lambda node: node is scores) & made - {scores}
+            numbers = {number for node in between for number in node.all_input_nodes if number in of_rows}
             with graph.inserting_before(user):
-                user.replace_input_with(source, _made_again(source, scores, made, numbers))
+                for number in sorted(numbers - copies.keys()):
+                    copies[number] = add_call(graph, _BEHIND, (number, first), f"{number.name}_late")
+                user.replace_input_with(source, _made_again(source, between, copies))
     for node in sorted(node for node in made if packet_of(node) is aten.exp):
         for user in list(node.users)[1:]:
             with graph.inserting_before(user):
                 user.replace_input_with(node, graph.node_copy(node))
 
 
-def _made_again(source: fx.Node, scores: fx.Node, made: set[fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of ``source``, of all that is ``made`` between ``scores`` and it, with these ``numbers`` of rows."""
-    copies = {scores: scores, **numbers}
-    for node in sorted(ancestors([source], lambda node: node is scores) & made - {scores}):
-        copies[node] = scores.graph.node_copy(node, lambda source: copies.get(source, source))
+def _made_again(source: fx.Node, between: set[fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of ``source``, and of all ``between`` the scores and it, made with these ``numbers`` of rows."""
+    copies = dict(numbers)
+    for node in sorted(between):
+        copies[node] = source.graph.node_copy(node, lambda i: copies.get(i, i))
     return copies[source]
 
 

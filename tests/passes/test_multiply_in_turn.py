@@ -16,16 +16,19 @@ SCORES = ROWS * HEADS * LENGTH * LENGTH * 4
 class Attention(nn.Module):
     """Attention with dropout, which PyTorch spells out on the CPU, or a model does."""
 
-    def __init__(self, dropout: float, spells_out: bool = True) -> None:
+    def __init__(self, dropout: float, spells_out: bool = True, cap: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.dropout, self.spells_out = dropout, spells_out
+        self.dropout, self.spells_out, self.cap = dropout, spells_out, cap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, dim=-1))
         if self.spells_out:
-            found = F.dropout((q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1), self.dropout) @ v
+            scores = q @ k.mT / (WIDTH // HEADS) ** 0.5
+            if self.cap:
+                scores = self.cap * (scores / self.cap).tanh()
+            found = F.dropout(scores.softmax(-1), self.dropout) @ v
         else:
             found = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
         return self.out(found.transpose(1, 2).flatten(2)).square().sum()
@@ -45,10 +48,11 @@ def test_no_more_than_two_tensors_of_scores(inner: str, spells_out: bool) -> Non
 
 @pytest.mark.both_compilers
 @pytest.mark.parametrize("inner", ["inductor"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_are_those_of_what_forward_drew(inner: str, dropout: float) -> None:
+@pytest.mark.parametrize(("dropout", "cap"), [(0.0, 0.0), (0.5, 0.0), (0.5, 0.3)])
+def test_gradients_are_those_of_what_forward_drew(inner: str, dropout: float, cap: float) -> None:
     """As torch.compile's with the same seed, which draws the same numbers."""
-    model, reference, x = Attention(dropout), Attention(dropout), torch.randn(ROWS, LENGTH, WIDTH)
+    model, reference = Attention(dropout, cap=cap), Attention(dropout, cap=cap)
+    x = torch.randn(ROWS, LENGTH, WIDTH)
     gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner)
     model(x).backward()
     model.zero_grad()
