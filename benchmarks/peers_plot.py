@@ -50,11 +50,11 @@ class Point:
 
 
 def short_label(key: str, label: str, y: float) -> str:
-    """What stands beside a point. The line says that points on it are gact_fx's."""
+    """What stands beside a point."""
     if key.startswith("gact-"):
         bits, _, more = key.removeprefix("gact-").partition("-")
         suffix = {"checkpoint": " + checkpointing", "recompute": ', recompute="full"'}.get(more, "")
-        return f"gact_fx, {bits} bits{suffix}" if bits == "8" or more else f"{bits} bits"
+        return f"gact_fx, {bits} bits{suffix}"
     return f"{label} ({y:.1f}x)" if y > SLOWEST else label
 
 

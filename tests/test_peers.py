@@ -158,4 +158,4 @@ def test_the_figure_has_every_method_that_was_measured(tmp_path: Path) -> None:
     points = {point.key: point for point in peers_plot.points_of(rows(), 1e6)}
     assert points.keys() == peers_methods.METHODS.keys() - {"fp8"}
     assert points["offload"].is_slow and points["offload"].label == "save_on_cpu (7.0x)"
-    assert points["gact-8"].label == "gact_fx, 8 bits" and points["gact-4"].label == "4 bits"
+    assert points["gact-8"].label == "gact_fx, 8 bits" and points["gact-4"].label == "gact_fx, 4 bits"
