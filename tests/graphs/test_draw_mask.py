@@ -16,7 +16,7 @@ needs_kernels = pytest.mark.skipif(bool(operators.WHY_NOT_LOADED), reason=operat
 @needs_kernels
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
-    size=st.lists(st.integers(0, 70), max_size=3),
+    size=st.lists(st.integers(0, 12), max_size=3),
     threshold=st.floats(-0.1, 1.1) | st.sampled_from([0.0, 0.1, 0.5, 1.0, float("nan"), float("inf")]),
 )
 @example(seed=2**32 + 7, size=[100_003], threshold=0.1)
