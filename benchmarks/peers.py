@@ -170,7 +170,8 @@ def main() -> None:
         path = Path(options.plot or results_path(name).with_suffix(".png"))
         try:
             precision = "bf16 autocast" if options.amp else "fp32"
-            draw({key: rows for key in NETWORKS if (rows := saved(name).get(key))}, path, describe(), f"small networks, {precision}" if options.small else precision)
+            found = {key: rows for key in NETWORKS if (rows := saved(name).get(key))}
+            draw(found, path, describe(), f"small networks, {precision}" if options.small else precision)
         except RuntimeError as error:
             sys.exit(f"peers.py: {error}; results are read from {results_path(name).name}")
         print(f"figure: {path}")
