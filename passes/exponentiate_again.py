@@ -31,7 +31,7 @@ def exponentiate_again(
     ``first`` is the product with ``factor``, which is made of the scores as well; ``slopes`` depend on a tangent.
     """
     graph = scores.graph
-    made = _made_of(scores, slopes)
+    made = {node for node in made_of(scores, slopes) if numel(node) == numel(scores)}
     late = dependents(graph, lambda node: node is second)
     readers = sorted({user for node in made for user in node.users if user in late})
     sources = sorted({source for user in readers for source in user.all_input_nodes if source in made})
@@ -64,14 +64,13 @@ def _made_again(source: fx.Node, between: set[fx.Node], numbers: Mapping[fx.Node
     return copies[source]
 
 
-def _made_of(scores: fx.Node, slopes: Collection[fx.Node]) -> set[fx.Node]:
-    """``scores``, and what cheap operators make of every element of them without a tangent."""
-    found = {scores}
-    for node in scores.graph.nodes:
-        is_made = node not in slopes and is_cheap(node) and numel(node) == numel(scores)
-        if is_made and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+def made_of(start: fx.Node, slopes: Collection[fx.Node]) -> list[fx.Node]:
+    """``start``, and what cheap operators make of it without a tangent, in the order of their graph."""
+    found = {start: None}
+    for node in start.graph.nodes:
+        if node not in slopes and is_cheap(node) and not found.keys().isdisjoint(node.all_input_nodes):
+            found[node] = None
+    return list(found)
 
 
 def _unshaped(factor: fx.Node) -> set[fx.Node]:

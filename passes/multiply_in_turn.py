@@ -17,8 +17,7 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, ancestors, behind, dependents
 from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operator_table import CASTS, REORDERS
-from gact_fx.passes.exponentiate_again import exponentiate_again
-from gact_fx.passes.is_cheap import is_cheap
+from gact_fx.passes.exponentiate_again import exponentiate_again, made_of
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -67,7 +66,7 @@ def _draw_again(product: fx.Node, first: fx.Node, before: Collection[fx.Node], d
     graph = product.graph
     late = dependents(graph, lambda node: node is product)
     for numbers in sorted(node for node in before if node.target is torch.ops.prims.inductor_random.default):
-        made = _made_of(numbers, depends)
+        made = made_of(numbers, depends)
         readers = sorted({user for node in made for user in node.users if user in late})
         if not readers:
             continue
@@ -79,15 +78,6 @@ def _draw_again(product: fx.Node, first: fx.Node, before: Collection[fx.Node], d
         for user in readers:
             for source in user.all_input_nodes:
                 user.replace_input_with(source, _of(copies, source))
-
-
-def _made_of(numbers: fx.Node, depends: Collection[fx.Node]) -> list[fx.Node]:
-    """``numbers``, and what cheap operators make of them without a tangent, in the order of their graph."""
-    found = {numbers: None}
-    for node in numbers.graph.nodes:
-        if node not in depends and is_cheap(node) and not found.keys().isdisjoint(node.all_input_nodes):
-            found[node] = None
-    return list(found)
 
 
 def _of(copies: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
