@@ -63,13 +63,3 @@ def test_the_same_elements_are_dropped(inner: str, amp: bool, monkeypatch: pytes
         torch.testing.assert_close(found[0], expected[0], rtol=1e-2 if amp else 1e-5, atol=0)
         assert relative_error(found[1:], expected[1:]) < 0.03
     assert any(abs(threshold - 0.3) < 0.01 for threshold in drawn), "the library drew a mask"
-
-
-def test_what_another_compiler_draws_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(module, "_draw", lambda *args: drawn.append(args))
-    model = Dropping()
-    gact_fx.compile(model, budget_bits=8, inner="eager")
-    for _ in range(2):
-        steps(model, torch.randn(80, WIDTH), amp=False)
-    assert not drawn
