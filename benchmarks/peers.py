@@ -1,12 +1,13 @@
 """gact_fx beside what people use to save activation memory: peak, bytes held, step time and gradient error.
 
     python benchmarks/peers.py [NETWORK ...] [--methods KEY ...] [--amp] [--small] [--times N|fill] [--turns 7]
-                               [--without-error] [--resume] [--device cpu|cuda] [--plot [PNG]]
+                               [--without-time] [--without-error] [--resume] [--device cpu|cuda] [--plot [PNG]]
 
 Networks are those of ``real_networks.py``, methods those of ``peers_methods.py``. Every method runs in a fresh process.
 One that fails is a row that says why; the exit status is 1 if it was gact_fx. Results are saved after each row, beside
-those of earlier runs on this machine; ``--resume`` measures only what is not there yet, so that memory and time can be
-measured on an idle machine (``--without-error``) and errors on a busy one. ``--plot`` draws what there is.
+those of earlier runs on this machine; ``--resume`` measures only what is not there yet, so that times can be measured
+on an idle machine (``--without-error``), memory and errors on a busy one (``--without-time``). ``--plot`` draws what
+there is.
 
 - peak: the most bytes that are live over a step, above the parameters: activations, gradients, transients.
 - held: bytes that are live when backward begins.
@@ -85,13 +86,15 @@ def step_seconds(process: Process, reference: Reference, turns: int) -> Row:
 def measure(case: Case, reference: Reference, options: argparse.Namespace, around: Surroundings, begun: Row) -> Row:
     """One row: ``begun``, and what it lacks. What was measured before a failure stays in it."""
     row: Row = {"label": METHODS[case.method].label, "times": case.times, **begun}
+    lacking = lacks(row, options)
     try:
-        if "seconds" not in row:
+        if lacking & {"peak", "seconds"}:
             with Process(case, around) as process:
-                row.update(process.ask("memory"))
-                row.update(step_seconds(process, reference, options.turns))
-            row["threads"], row["load"] = torch.get_num_threads(), round(os.getloadavg()[0], 2)
-        if options.error:
+                row.update(process.ask("memory"))  # which also takes the steps that compile
+                if "seconds" in lacking:
+                    row.update(step_seconds(process, reference, options.turns))
+                    row["threads"], row["load"] = torch.get_num_threads(), round(os.getloadavg()[0], 2)
+        if "error" in lacking:
             with Process(case, around) as process:
                 row.update(process.ask("error"))
     except Failure as failure:
@@ -111,7 +114,7 @@ def run_network(
         reference = Reference(case, around, stack)
         for key in known(options.methods):
             begun = taken_up(rows.get(key), case.times) if options.resume else {}
-            if "seconds" in begun and ("error" in begun or not options.error):
+            if not lacks(begun, options):
                 continue
             if time.monotonic() > stop_at:
                 print(f"{case.network}: time is up; --resume measures the other methods", flush=True)
@@ -123,6 +126,12 @@ def run_network(
 def taken_up(row: Row | None, times: int) -> Row:
     """What a resumed run keeps of a row: nothing of one that failed or had another batch."""
     return {} if row is None or "failed" in row or row["times"] != times else row
+
+
+def lacks(row: Row, options: argparse.Namespace) -> set[str]:
+    """What the options ask for and ``row`` has not."""
+    wanted = {"peak": True, "seconds": options.time, "error": options.error}
+    return {key for key, asked in wanted.items() if asked and key not in row}
 
 
 def describe_row(network: str, row: Row) -> str:
@@ -147,6 +156,7 @@ def parse_options() -> argparse.Namespace:
         "--times", type=parse_times, default="1", help='a batch of so many times the rows; "fill" fills a GPU'
     )
     parser.add_argument("--turns", type=int, default=7, help="timed steps of each method")
+    parser.add_argument("--without-time", dest="time", action="store_false", help="leave the step times alone")
     parser.add_argument("--without-error", dest="error", action="store_false", help="leave the gradients alone")
     parser.add_argument("--resume", action="store_true", help="measure only what was not measured yet, or failed")
     parser.add_argument("--limit", type=float, default=1800, help="seconds that a process may take for one answer")

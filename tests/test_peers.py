@@ -110,9 +110,13 @@ def test_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     monkeypatch.setenv("GACT_FX_RESULTS", str(tmp_path))
     asked = ["peers.py", "unet", "--small", "--turns", "1", "--limit", "600", "--methods"]
     monkeypatch.setattr(peers, "REFERENCE", "eager")  # compiles nothing
-    monkeypatch.setattr(sys, "argv", [*asked, "eager", "--without-error"])
+    monkeypatch.setattr(sys, "argv", [*asked, "eager", "--without-time", "--without-error"])
+    peers.main()
+    assert peers.saved("peers-fp32-small")["unet"]["eager"].keys() & {"peak", "seconds", "error"} == {"peak"}
+    monkeypatch.setattr(sys, "argv", [*asked, "eager", "--without-error", "--resume"])
     peers.main()
     timed = peers.saved("peers-fp32-small")["unet"]["eager"]
+    assert timed.keys() & {"peak", "seconds", "error"} == {"peak", "seconds"}
     monkeypatch.setattr(sys, "argv", [*asked, "eager", "hooks-8", "--resume"])
     peers.main()
     first = peers.saved("peers-fp32-small")["unet"]

@@ -21,8 +21,9 @@ tests=(tests/codec/test_codec_operators.py tests/codec/test_codec_hypothesis.py 
 # Not from here, where the installed package would be found first.
 loaded=$(cd "$folder" && "$python" -c "import torch, gact_fx; print(*torch.ops.loaded_libraries)")
 [[ $loaded == *"$folder"* ]] || { echo "sanitize.sh: loaded $loaded, which is not the sanitized build" >&2; exit 1; }
-"$BIN/pytest" -q -p no:cacheprovider "${tests[@]}"
+pytest=("$BIN/pytest" -q -n auto --dist worksteal -p no:cacheprovider)
+"${pytest[@]}" "${tests[@]}"
 everywhere=(tests/codec/test_codec_hypothesis.py tests/graphs/test_draw_mask.py -k everywhere)
 for capability in avx2 baseline; do
-  GACT_FX_CPU_CAPABILITY=$capability "$BIN/pytest" -q -p no:cacheprovider "${everywhere[@]}"
+  GACT_FX_CPU_CAPABILITY=$capability "${pytest[@]}" "${everywhere[@]}"
 done
