@@ -10,7 +10,8 @@ from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, infer
-from gact_fx.graphs.live_memory import Lifetimes, Span, is_of_library, lifetimes, storages
+from gact_fx.graphs.fused_loops import is_of_library
+from gact_fx.graphs.live_memory import Lifetimes, Span, lifetimes, storages
 from gact_fx.graphs.operators import OpOverload, writes
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.passes.find_masks import draws

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.live_memory import is_of_library, nbytes
+from gact_fx.graphs.fused_loops import is_of_library
+from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operators import writes
 from gact_fx.passes.backward_peak import decompress, dependents_of_tangents, is_cheap_call
 from gact_fx.passes.pipeline import Context

@@ -13,7 +13,7 @@ import math
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.live_memory import is_of_library
+from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.graphs.operators import returns_alias, writes
 from gact_fx.passes.add_in_turn import add_gradients, add_values
 from gact_fx.passes.backward_peak import Look, decompress

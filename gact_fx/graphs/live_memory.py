@@ -5,7 +5,6 @@ which writes there if it is pointwise. A compiler that fuses operators makes les
 kernel read is never in memory.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from gact_fx.graphs.fused_loops import find_inlined, find_ranks, is_foreign, is_of_library
 from gact_fx.graphs.in_place import find_last_reads, fits
-from gact_fx.graphs.operator_table import CONSTANTS, LIBRARY, REDUCTIONS
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
@@ -28,11 +27,6 @@ WRITERS = frozenset({
     aten.scatter_reduce, aten.index_add,
 })  # fmt: skip
 _COMPRESS = "gact_fx.compress.default"
-LOOPS = ("aten", "prims")
-# Of what several loops read Inductor keeps the result where these are inside of it (on a CPU), or where it reads more
-# tensors, or is made of more operators. What one loop reads may read more.
-HEAVY = frozenset({aten.exp, aten.sigmoid})
-MOST_READS, MOST_READS_OF_ONE, MOST_OPERATORS = 4, 8, 30
 
 
 def storages(node: fx.Node) -> dict[int, int]:
@@ -112,9 +106,8 @@ class _Walk:
         self._fused = fused
         self._last_reads = {} if fused else find_last_reads(graph)
         # What operators made that Inductor does not write over.
-        self._foreign = {key for node in self._nodes if _is_foreign(node) for key in self._sizes[node]}
-        self._rank = self._find_ranks(graph)
-        self._inlined = self._find_inlined() if fused else set[fx.Node]()
+        self._foreign = {key for node in self._nodes if is_foreign(node) for key in self._sizes[node]}
+        self._inlined = find_inlined(self._nodes, self._views, find_ranks(graph)) if fused else set[fx.Node]()
         self._unmade = {key for node in self._inlined for key in self._sizes[node]}
         self._nodes = self._in_order() if fused else self._nodes
         self._when = {node: when for when, node in enumerate(self._nodes)}
@@ -214,57 +207,6 @@ class _Walk:
         before = {key for source in node.all_input_nodes for key in self._sizes[source]}
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
 
-    def _find_ranks(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """How many calls of a library lie before a node: loops between the same two of these may be one kernel."""
-        rank: dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            rank[node] = max((rank[source] + is_of_library(source) for source in node.all_input_nodes), default=0)
-        return rank
-
-    def _find_inlined(self) -> set[fx.Node]:
-        """The calls whose results are never in memory: their readers compute them, or run in the same kernel."""
-        readers, rank = self._find_readers(), self._rank
-        own = [node for node in self._nodes if node not in self._views and not is_of_library(node)]
-        loops = {node for node in own if all(map(_is_loop, readers[node]))}
-        found = self._find_repeated(loops, readers)
-        # By call, the ranks of those with results of their own that read it, themselves or what is computed again for
-        # them; two stand for all.
-        ranks: dict[fx.Node, set[int]] = {}
-        for node in reversed(self._nodes):
-            through = [ranks[reader] if reader in found else {rank[reader]} for reader in readers[node]]
-            ranks[node] = set(itertools.islice(set().union(*through), 2))
-            if node in loops and ranks[node] <= {rank[node]}:
-                found.add(node)
-        return found
-
-    def _find_readers(self) -> dict[fx.Node, set[fx.Node]]:
-        """By call, those that read its result or a view of it."""
-        readers: dict[fx.Node, set[fx.Node]] = {}
-        for node in reversed(self._nodes):
-            through = [readers[user] for user in node.users if user in self._views]
-            readers[node] = {user for user in node.users if user not in self._views}.union(*through)
-        return readers
-
-    def _find_repeated(self, loops: set[fx.Node], readers: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-        """The loops that every reader computes again, by Inductor's rules: short, of few inputs, and cheap."""
-        found: set[fx.Node] = set()
-        reads: dict[fx.Node, set[fx.Node]] = {}
-        length: Counter[fx.Node] = Counter()
-        for node in self._nodes:
-            reads[node] = set()
-            for source in node.all_input_nodes:
-                is_open = source in found or source in self._views
-                reads[node] |= reads.get(source, {source}) if is_open else {source}
-                length[node] += length[source] if is_open else 0
-            length[node] += node not in self._views
-            packet = packet_of(node)
-            is_heavy = packet in REDUCTIONS or (packet in HEAVY and len(readers[node]) > 1)
-            most = MOST_READS if len(readers[node]) > 1 else MOST_READS_OF_ONE
-            is_short = len(reads[node]) <= most and length[node] <= MOST_OPERATORS
-            if node in loops and (packet in CONSTANTS or (is_short and not is_heavy)):
-                found.add(node)
-        return found
-
 
 def _workspace_nbytes(node: fx.Node) -> int:
     """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
@@ -279,22 +221,6 @@ def _workspace_nbytes(node: fx.Node) -> int:
     return sum(sizes) if is_backward else max(sizes)
 
 
-def _is_foreign(node: fx.Node) -> bool:
-    """Whether a call returns memory that it made itself, which Inductor does not write over."""
-    return str(node.target).partition(".")[0] not in LOOPS
-
-
-def _is_loop(node: fx.Node) -> bool:
-    return node.op == "call_function" and not is_of_library(node)
-
-
 def nbytes(node: fx.Node) -> int:
     """Bytes of the memory that the results of ``node`` lie in, on the traced batch."""
     return sum(storages(node).values())
-
-
-def is_of_library(node: fx.Node) -> bool:
-    """Whether Inductor generates no loops for what ``node`` calls: a library has it, or it is not PyTorch's own."""
-    packet = packet_of(node)
-    namespace = str(node.target).partition(".")[0]
-    return packet is not None and (packet in LIBRARY or namespace not in LOOPS)

@@ -9,7 +9,7 @@ from torch import nn
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call
-from gact_fx.graphs.live_memory import is_of_library
+from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.passes.backward_peak import decompress
 from gact_fx.passes.pipeline import Context, run_passes
 from gact_fx.passes.verify_graphs import verify_graphs
