@@ -163,7 +163,7 @@ def main() -> None:
             losses[way_name(way)].append(train(way, seed, options.steps, text, options.profile_every))
             seconds = time.perf_counter() - start
             print(f"seed {seed}  {way_name(way):16} {losses[way_name(way)][-1]:.4f}   {seconds:.0f} s", flush=True)
-    save("shakespeare", report(losses))
+    save("shakespeare" if options.profile_every else "shakespeare-one-plan", report(losses))
 
 
 def report(losses: dict[str, list[float]]) -> dict[str, dict[str, float | list[float]]]:

@@ -1,7 +1,7 @@
 """What Inductor makes loops of, and which of their results are never in memory.
 
 Loops between the same two calls of a library may be one kernel, which hands results on in registers. And what is cheap
-is computed anew by every kernel that reads it. The rules for that are those of ``torch._inductor.ir.TensorBox`` in
+is computed anew by every kernel that reads it. The rules for that are those of ``torch._inductor.ir.StorageBox`` in
 torch 2.11 to 2.13.
 """
 
