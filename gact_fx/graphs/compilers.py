@@ -192,7 +192,8 @@ def _compile_inductor(
     on_cpu = (isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 0 for x in example_inputs)
     if interpret is not None and any(on_cpu):
         _find_instructions()
-    changes = {**patches, "custom_partitioner_fn": partitioner}
+    # A buffer that is to be used again stays allocated in between, whatever else is live then.
+    changes = {"allow_buffer_reuse": False, **patches, "custom_partitioner_fn": partitioner}
     compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
     return cast(Compiled, compiled)
 
