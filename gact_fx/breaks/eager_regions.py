@@ -71,6 +71,14 @@ class EagerRegions:
         self._planned_passes = self._passes
         self._has_read = False
         self._is_paused = False
+        # Whether all stays exact, and what changes the noise of codes.
+        self.is_exact, self.noise = False, 0
+
+    def twin(self) -> "EagerRegions":
+        """Hooks for the same model, compiled anew into the same graphs; they have seen no forward pass."""
+        found = EagerRegions(self.bits, self._seed, self._min_elements, self._owned)
+        found._shared = set(self._shared)
+        return found
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled`` with hooks for what runs between its graphs, unless the caller has hooks or asked for eager."""
@@ -209,7 +217,7 @@ class EagerRegions:
         x = held.value
         assert isinstance(x, torch.Tensor)
         # What was written to meanwhile is an error in backward, as without hooks.
-        if use.treatment is Treatment.EXACT or is_expanded(x) or held.is_modified():
+        if self.is_exact or use.treatment is Treatment.EXACT or is_expanded(x) or held.is_modified():
             return
         held.treatment = use.treatment
         # The values of a fake tensor say nothing.
@@ -220,7 +228,7 @@ class EagerRegions:
         storage, known = call.codes.get(key, (None, None))
         code = known() if known is not None and storage is not None and not storage.expired() else None
         if code is None:
-            seed = tensor_seed(self._seed, "eager", str(len(call.codes)))
+            seed = tensor_seed(self._seed, "eager", str(len(call.codes))) ^ self.noise
             rounding = "stochastic" if held.producer in _SPARSE else "dither"
             if is_mask:
                 code = pack_in(x != 0, MASK_CODE)

@@ -1,7 +1,7 @@
 """``gact_fx.measure_gradient_error``: bias and variance of the compressed gradient, against the exact one."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,8 @@ def measure_gradient_error(
 
     For every batch, the exact gradient is computed once and the compressed gradient ``draws`` times, each time with
     other rounding noise. All have the same dropout masks, buffers and parameters. The graphs are those of training, run
-    operator by operator. Memory holds a few gradients in float64, not all draws.
+    operator by operator; what eager PyTorch saves between them is stored in codes as in training. Memory holds a few
+    gradients in float64, not all draws.
 
     Args:
         model: a module compiled by ``gact_fx.compile`` that has a plan; measured in the mode (train or eval) it is in.
@@ -68,7 +69,7 @@ def measure_gradient_error(
             losses = []
             for draw in range(draws + 1):
                 # Draw 0 is exact. Each batch draws other noise than the others, so that errors are independent.
-                backend.draw = (count - 1) * draws + draw if draw else 0
+                backend.use_draw((count - 1) * draws + draw if draw else 0)
                 with unchanged(modules):
                     torch.manual_seed(seed)
                     loss = _loss(loss_fn, model, batch, count - 1)
@@ -101,8 +102,20 @@ class _BothWays(Backend):
         # Fusing and swapping change no value; what runs here are the graphs before them.
         self._twin = session.twin((*PIPELINE[:behind], copying, *PIPELINE[behind:]), fuse="off", swap=False)
         super().__init__(self._twin, interpreted=True)
-        self.draw = 0
+        self.use_draw(0)
         self.has_run = False
+
+    def use_draw(self, draw: int) -> None:
+        """Run graphs, and what runs in eager PyTorch between them, with the noise of that draw."""
+        self.draw = draw
+        # 62 bits, so that seeds stay within 63.
+        self.noise = draw * 0x9E3779B97F4A7C15 % 2**62
+        if self._twin.eager_regions is not None:
+            self._twin.eager_regions.is_exact, self._twin.eager_regions.noise = not draw, self.noise
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled`` with what is done for what runs between its graphs."""
+        return compiled if self._twin.eager_regions is None else self._twin.eager_regions.around(compiled)
 
     def rewrite(self, joint: JointGraph) -> RewrittenGraph:
         return self._twin.rewrite(joint)
@@ -131,21 +144,20 @@ class _Reseeded(GraphInterpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = _SEEDS.get(target)
         if position is not None:
-            # 62 bits, so that seeds stay within 63.
-            noise = self._source.draw * 0x9E3779B97F4A7C15 % 2**62
-            args = (*args[:position], args[position] ^ noise, *args[position + 1 :])
+            args = (*args[:position], args[position] ^ self._source.noise, *args[position + 1 :])
         return super().call_function(target, args, kwargs)
 
 
 @contextmanager
-def _in_place(model: nn.Module, backend: Backend) -> Iterator[None]:
+def _in_place(model: nn.Module, backend: _BothWays) -> Iterator[None]:
     """``model`` compiled with ``backend``, and afterwards as it was: the running plan and its records."""
     # Frames behind a graph break are shared with the model as it trains. At the limit of recompilations Dynamo would
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
     recurrent = can_trace(model.modules())
+    compiled = compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=recurrent)
     with (
-        running(model, compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=recurrent)),
+        running(model, backend.around(compiled)),
         torch.enable_grad(),
         without_recompile_limits(),
     ):

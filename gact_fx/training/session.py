@@ -83,7 +83,8 @@ class Session:
 
     def twin(self, passes: Sequence[Pass], **changes: Any) -> "Session":
         """A session that rewrites by the same plan, with ``changes`` to the configuration, and has seen no graph."""
-        found = Session(replace(self.config, **changes), self.model, self.plan)
+        regions = None if self.eager_regions is None else self.eager_regions.twin()
+        found = Session(replace(self.config, **changes), self.model, self.plan, regions)
         found.passes, found.plan_was_given = passes, self.plan_was_given
         return found
 

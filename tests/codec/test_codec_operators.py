@@ -96,10 +96,12 @@ def test_has_compiled_kernels_for_unknown_device() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", ["[torch.float32]", pytest.param("", marks=pytest.mark.slow, id="of all dtypes")])
 @pytest.mark.parametrize("capability", ["avx2", "baseline"])
-def test_every_instruction_set(capability: str) -> None:
+def test_every_instruction_set(capability: str, dtype: str) -> None:
+    """`make sanitize` has all dtypes, too."""
     tests = os.path.join(os.path.dirname(__file__), "test_codec_hypothesis.py")
-    run_tests_with({"GACT_FX_CPU_CAPABILITY": capability}, f"{tests}::test_kernel_matches_reference_everywhere")
+    run_tests_with({"GACT_FX_CPU_CAPABILITY": capability}, f"{tests}::test_kernel_matches_reference_everywhere{dtype}")
 
 
 @pytest.mark.parametrize("module", implementations())

@@ -19,6 +19,7 @@ import gact_fx
 from gact_fx.diagnostics.gradient_error import GradientError, ParameterError
 from gact_fx.diagnostics.gradient_moments import significance
 from gact_fx.training.model import session_of
+from gact_fx.training.session import Session
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "eager"])
 
@@ -224,24 +225,95 @@ class Blocks(nn.Module):
 @pytest.mark.slow
 def test_graph_breaks() -> None:
     """Also behind the tenth measurement, when Dynamo has reached its limit of recompilations of a frame."""
-    broken, whole, x = Blocks(breaks=True), Blocks(breaks=False), torch.randn(128, 32)
-    whole.load_state_dict(broken.state_dict())
-    options: dict[str, Any] = {"inner": "eager", "budget_bits": 4, "adaptive": False, "rounding": "stochastic"}
-    for model in (broken, whole):
-        gact_fx.compile(model, sample_batches=[x], **options)
-    wanted = gact_fx.measure_gradient_error(whole, [x], draws=32).total
-    broken(x).backward()
+    model, x = Blocks(breaks=True), torch.randn(128, 32)
+    options: dict[str, Any] = {"budget_bits": 4, "adaptive": False, "rounding": "stochastic"}
+    norm, variance, broken = trained(model, x, 24, **options)
     records = [gact_fx.measure_gradient_error(broken, [x], draws=4).total for _ in range(10)]
     assert len({record.norm for record in records}) == 1
-    assert records[0].norm == pytest.approx(wanted.norm, rel=1e-5)
+    assert records[0].norm == pytest.approx(norm, rel=1e-5)
     for record in records:
-        assert record.variance == pytest.approx(wanted.variance, rel=0.35)
+        assert record.variance == pytest.approx(variance, rel=0.35)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         session = session_of(broken)
         assert session is not None
         graphs = len(session.graphs)
         broken(torch.randn(96, 32)).backward()
         assert len(session.graphs) > graphs  # training is not at the limit
+
+
+def trained(model: nn.Module, x: torch.Tensor, seeds: int, **options: Any) -> tuple[float, float, nn.Module]:
+    """The norm of the exact gradient, the variance of those that ``seeds`` models train with, and one of these."""
+    found = []
+    for seed in range(seeds):
+        ours = gact_fx.compile(copy.deepcopy(model), inner="eager", seed=seed, sample_batches=[x], **options)
+        for _ in range(2):
+            # In the first step it is not known yet what eager PyTorch saves.
+            ours.zero_grad()
+            ours(x).backward()
+        found.append(torch.cat([grad.flatten() for grad in gradients(ours)]))
+    model(x).backward()
+    exact = torch.cat([grad.flatten() for grad in gradients(model)])
+    return float(exact.norm()), float(torch.stack(found).double().var(0).sum()), ours
+
+
+class Indexed(nn.Module):
+    """A graph without a gradient makes positions and values, which one behind a break saves, as graph networks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            positions, weights = (x[:, 0] * 1000).long() % len(x), x.square() + 1
+        torch._dynamo.graph_break()
+        h = (self.first(x).index_select(0, positions) * weights.sum(1, keepdim=True)).tanh()
+        return self.last(h).square().mean()
+
+
+def test_the_graphs_are_those_of_training_behind_a_break(caplog: pytest.LogCaptureFixture) -> None:
+    """What an earlier graph made for this one alone was taken for a tensor of the caller's, so that the plan did not
+    fit, and that of the nearest graph was measured.
+    """
+    model, x = Indexed(), torch.randn(128, 32)
+    gact_fx.compile(model, inner="eager", budget_bits=4, sample_batches=[x], min_elements=64)
+    session = session_of(model)
+    assert session is not None
+    graphs: list[str] = []
+    twin = session.twin
+    session.twin = lambda *passes, **changes: _listed(twin(*passes, **changes), graphs)  # type: ignore[method-assign]
+    model(x).backward()
+    gact_fx.measure_gradient_error(model, [x], draws=2)
+    assert session.plan is not None and graphs == [graph.fingerprint for graph in session.plan.graphs]
+    assert "was not profiled" not in caplog.text
+
+
+def _listed(session: Session, graphs: list[str]) -> Session:
+    session.rewritten = graphs
+    return session
+
+
+class Between(nn.Module):
+    """What eager PyTorch saves between two graphs moves the gradient most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x))).square().mean()
+
+    @torch.compiler.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return (4 * x).sin()
+
+
+def test_codes_of_eager_pytorch_are_measured() -> None:
+    model, x, seeds = Between(), torch.randn(128, 32), 24
+    norm, variance, ours = trained(model, x, seeds, budget_bits=3, min_elements=64)
+    measured = gact_fx.measure_gradient_error(ours, [x], draws=seeds).total
+    assert measured.norm == pytest.approx(norm, rel=1e-4)
+    assert measured.variance == pytest.approx(variance, rel=0.3)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_loops_that_old_inductor_cannot_fuse_are_not_fused(monkeypatch: pytest.M
     assert getattr(CppScheduling, name) is before
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_strides_that_inductor_cannot_compare_are_compared(is_trained: bool) -> None:
     """Of plain torch.compile; what it does to ours is seen in test_dynamic_shapes.py."""
     from torch._inductor import config, ir
