@@ -22,6 +22,7 @@ from gact_fx.graphs.late_product import LateProduct, with_late_products
 from gact_fx.options import is_schedule
 from gact_fx.passes.split_cross_entropy import split_cross_entropy
 from gact_fx.profiling.recorder import Recorder
+from gact_fx.training import freed_memory
 from gact_fx.training.learner import Learner
 from gact_fx.training.lifecycle import State
 from gact_fx.training.ranks import Ranks
@@ -76,6 +77,9 @@ class Backend:
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
             return self.watched(self.run_of(graph, is_backward, compile), found[-1], key, is_backward)
 
+        if not self._interpreted:
+            # What was profiled is gone by now.
+            freed_memory.give_back()
         config = session.config
         patches = config.inductor_patches
         if config.swap and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
