@@ -10,7 +10,7 @@ from torch.testing._internal.common_modules import module_db
 
 def _cases() -> list[Any]:
     return [
-        pytest.param(info, id=info.name, marks=[] if index % 10 == 0 else [pytest.mark.slow])
+        pytest.param(info, id=info.name, marks=[] if index % 15 == 0 else [pytest.mark.slow])
         for index, info in enumerate(module_db)
     ]
 
