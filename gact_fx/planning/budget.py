@@ -95,7 +95,7 @@ def choose_plan(
     variance *= max(graph.correction for graph in graphs)
     most = squared_norm if minibatch_variance is None else minibatch_variance
     if most is not None and warns:
-        _warn_of_noise(menus, variance, most, numel, is_bound=minibatch_variance is None)
+        _warn_of_noise(menus, variance, most, numel, _correction(graphs), is_bound=minibatch_variance is None)
     return replace(plan, variance=variance)
 
 
@@ -160,9 +160,7 @@ def _choose(
                 "gact_fx.compile: max_gradient_noise needs the variance of the minibatch gradient, and this model gave "
                 "none; pass budget_bits instead"
             )
-        # Together codes were found to add more than each was predicted to.
-        limit = config.max_gradient_noise * minibatch_variance / max((1.0, *(graph.correction for graph in graphs)))
-        return fewest_bytes(menus, limit)
+        return fewest_bytes(menus, config.max_gradient_noise * minibatch_variance / _correction(graphs))
     if config.budget_bytes is not None:
         assert isinstance(config.budget_bytes, int), "a share is of what the caller knows"
         fixed = sum(graph.runs * fixed_nbytes(graph.analysis) for graph in graphs)
@@ -177,6 +175,11 @@ def _choose(
     # A model that is mostly eager cannot meet its budget by what little its graphs save.
     given_up = min(eager_excess, MOST_GIVEN_UP / 8 * numel)
     return allocate_bits(menus, config.budget_bits / 8 * numel + exact - given_up)
+
+
+def _correction(graphs: Sequence[GraphTensors]) -> float:
+    """How many times what menus say codes were found to add together."""
+    return max((1.0, *(graph.correction for graph in graphs)))
 
 
 def _is_tight(config: Config) -> bool:
@@ -227,11 +230,11 @@ def _fixed(menu: Menu, bits: int) -> Choice:
 
 
 def _warn_of_noise(
-    menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int, *, is_bound: bool
+    menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int, correction: float, *, is_bound: bool
 ) -> None:
     if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
         return
-    chosen = fewest_bytes(menus, NOISE_LIMIT * minibatch_variance)
+    chosen = fewest_bytes(menus, NOISE_LIMIT * minibatch_variance / correction)
     nbytes = sum(choice.nbytes for choice, menu in zip(chosen, menus, strict=True) if _has_codes(menu))
     bits = math.ceil(800 * nbytes / max(numel, 1)) / 100
     log.warning(

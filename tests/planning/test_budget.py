@@ -167,8 +167,12 @@ def test_gradient_noise_of_a_model() -> None:
     assert plan is not None and plan.minibatch_variance
 
 
-def test_too_much_noise_is_warned_of_with_a_budget_that_helps(caplog: pytest.LogCaptureFixture) -> None:
-    tensors, minibatch = graph(*VALUES), 1.0
+@pytest.mark.parametrize("correction", [1.0, 5.0])
+def test_too_much_noise_is_warned_of_with_a_budget_that_helps(
+    correction: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where codes were found to add more together than each alone."""
+    tensors, minibatch = replace(graph(*VALUES), correction=correction), 1.0
     with caplog.at_level(logging.WARNING, "gact_fx"):
         plan = choose_plan([tensors], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
         assert plan.variance is not None and plan.variance > NOISE_LIMIT * minibatch
