@@ -77,7 +77,7 @@ class EagerRegions:
     def twin(self) -> "EagerRegions":
         """Hooks for the same model, compiled anew into the same graphs; they have seen no forward pass."""
         found = EagerRegions(self.bits, self._seed, self._min_elements, self._owned)
-        found._shared = set(self._shared)
+        found._shared, found._is_off = set(self._shared), self._is_off
         return found
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
