@@ -245,6 +245,8 @@ def trained(model: nn.Module, x: torch.Tensor, seeds: int, **options: Any) -> tu
     """The norm of the exact gradient, the variance of those that ``seeds`` models train with, and one of these."""
     found = []
     for seed in range(seeds):
+        # torch 2.11 counts the recompilations of all of them together.
+        torch._dynamo.reset()
         ours = gact_fx.compile(copy.deepcopy(model), inner="eager", seed=seed, sample_batches=[x], **options)
         for _ in range(2):
             # In the first step it is not known yet what eager PyTorch saves.
