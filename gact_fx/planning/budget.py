@@ -178,7 +178,7 @@ def _choose(
 
 
 def _correction(graphs: Sequence[GraphTensors]) -> float:
-    """How many times what menus say codes were found to add together."""
+    """How many times what menus say codes were found to add together; 1 where that is less."""
     return max((1.0, *(graph.correction for graph in graphs)))
 
 

@@ -273,7 +273,9 @@ class Indexed(nn.Module):
         return self.last(h).square().mean()
 
 
-def test_the_graphs_are_those_of_training_behind_a_break(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_graphs_are_those_of_training_behind_a_break(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What an earlier graph made for this one alone was taken for a tensor of the caller's, so that the plan did not
     fit, and that of the nearest graph was measured.
     """
@@ -283,7 +285,7 @@ def test_the_graphs_are_those_of_training_behind_a_break(caplog: pytest.LogCaptu
     assert session is not None
     graphs: list[str] = []
     twin = session.twin
-    session.twin = lambda *passes, **changes: _listed(twin(*passes, **changes), graphs)  # type: ignore[method-assign]
+    monkeypatch.setattr(session, "twin", lambda *passes, **changes: _listed(twin(*passes, **changes), graphs))
     model(x).backward()
     gact_fx.measure_gradient_error(model, [x], draws=2)
     assert session.plan is not None and graphs == [graph.fingerprint for graph in session.plan.graphs]

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import Mixed, mixed_batch
 
 import gact_fx
 from gact_fx.training import freed_memory
+from gact_fx.training.model import session_of
 
 # 100 MB of blocks that come from the heap, behind which another one lives.
 PROGRAM = """
@@ -37,16 +37,19 @@ def test_freed_memory_is_given_back() -> None:
 def test_it_is_given_back_before_every_plan_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(freed_memory, "give_back", lambda: calls.append(""))
-    model = gact_fx.compile(Mixed(), inner="eager", profile_every=2, sample_batches=[mixed_batch()])
-    assert not calls
-    torch.manual_seed(0)
-    for _ in range(4):
-        model(*mixed_batch()).backward()
-    assert calls
+    model = gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
+    session = session_of(model)
+    assert session is not None and session.plan is not None and not calls
+    for plans in range(1, 3):
+        for _ in range(2):
+            model(*mixed_batch()).backward()
+        assert len(calls) == plans
+        session.adopt(session.plan)
 
 
 def test_another_c_library_has_nothing_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
     freed_memory._malloc_trim.cache_clear()
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    assert freed_memory._malloc_trim() is None
     freed_memory.give_back()
     freed_memory._malloc_trim.cache_clear()
