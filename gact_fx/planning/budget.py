@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.errors import UsageError
@@ -62,7 +63,8 @@ def choose_plan(
     """
     tensors = [(graph, t, how) for graph in graphs for t, how in graph.analysis.quantized()]
     items = [Item(t, how, graph.sensitivities.get(t.key)) for graph, t, how in tensors]
-    menus = _menus(items, [graph.runs for graph, _, _ in tensors], config, squared_norm)
+    menus_at = partial(_menus, items, [graph.runs for graph, _, _ in tensors], config, squared_norm)
+    menus = menus_at(config.budget_bits or 0)
     # What nothing but exact will do for is not compressed, and takes nothing from the others' bits.
     numel = sum(graph.runs * t.numel for (graph, t, _), menu in zip(tensors, menus, strict=True) if _has_codes(menu))
     chosen = _choose(menus, graphs, config, minibatch_variance, numel, warns, eager_excess)
@@ -95,17 +97,25 @@ def choose_plan(
     variance *= max(graph.correction for graph in graphs)
     most = squared_norm if minibatch_variance is None else minibatch_variance
     if most is not None and warns:
-        _warn_of_noise(menus, variance, most, numel, _correction(graphs), is_bound=minibatch_variance is None)
+        budget_for = partial(_budget_for, menus, menus_at, numel)
+        _warn_of_noise(variance, most, _correction(graphs), budget_for, is_bound=minibatch_variance is None)
     return replace(plan, variance=variance)
 
 
-def _menus(items: Sequence[Item], runs: Sequence[int], config: Config, squared_norm: float | None) -> list[Menu]:
-    """The choices for every tensor, with the bytes and the variance of all ``runs`` of its graph."""
-    roundings = [config.rounding] if config.rounding != "auto" else ["stochastic", "dither", *_rotated(config)]
+def _menus(
+    items: Sequence[Item], runs: Sequence[int], config: Config, squared_norm: float | None, bits: float
+) -> list[Menu]:
+    """The choices for every tensor, with the bytes and the variance of all ``runs`` of its graph.
+
+    A budget of few ``bits`` an element has more of them: there a gain in noise is worth its time.
+    """
+    is_bound = config.max_gradient_noise is not None
+    rotated = ["rotated"] if not is_bound and bits <= ROTATING_BITS else []
+    roundings = [config.rounding] if config.rounding != "auto" else ["stochastic", "dither", *rotated]
     group_sizes = GROUP_SIZES if config.group_size is None else (config.group_size,)
     curved = sum(count for item, count in zip(items, runs, strict=True) if item.how.is_curved)
     menus = list_choices(
-        items, roundings=roundings, group_sizes=group_sizes, per_channel=_is_tight(config),
+        items, roundings=roundings, group_sizes=group_sizes, per_channel=not is_bound and bits <= TIGHT_BITS,
         squared_norm=squared_norm / curved if squared_norm and curved and config.adaptive else None,
     )  # fmt: skip
     return [
@@ -182,16 +192,6 @@ def _correction(graphs: Sequence[GraphTensors]) -> float:
     return max((1.0, *(graph.correction for graph in graphs)))
 
 
-def _is_tight(config: Config) -> bool:
-    """Whether a gain in noise is worth time."""
-    return config.max_gradient_noise is None and (config.budget_bits or 0) <= TIGHT_BITS
-
-
-def _rotated(config: Config) -> list[str]:
-    """The rounding of the least noise, where a gain in noise is worth its time."""
-    return ["rotated"] if _is_tight(config) and (config.budget_bits or 0) <= ROTATING_BITS else []
-
-
 def _why_exact(item: Item) -> str:
     """Why no code would do, '' where one would."""
     if item.sensitivity is None and item.how.unknown:
@@ -229,14 +229,31 @@ def _fixed(menu: Menu, bits: int) -> Choice:
     return found
 
 
+def _budget_for(menus: Sequence[Menu], menus_at: Callable[[float], list[Menu]], numel: int, variance: float) -> float:
+    """The bits an element, of ``numel``, that add ``variance`` at most, by ``menus`` and that budget's own."""
+
+    def bits(menus: Sequence[Menu]) -> float:
+        chosen = fewest_bytes(menus, variance)
+        nbytes = sum(choice.nbytes for choice, menu in zip(chosen, menus, strict=True) if _has_codes(menu))
+        return math.ceil(800 * nbytes / max(numel, 1)) / 100
+
+    found = bits(menus)
+    # Wider budgets do without the codes that take time.
+    return max(found, bits(menus_at(found)))
+
+
 def _warn_of_noise(
-    menus: Sequence[Menu], variance: float, minibatch_variance: float, numel: int, correction: float, *, is_bound: bool
+    variance: float,
+    minibatch_variance: float,
+    correction: float,
+    budget_for: Callable[[float], float],
+    *,
+    is_bound: bool,
 ) -> None:
+    """``budget_for`` gives the budget that adds so much variance, by what menus say, at most."""
     if minibatch_variance <= 0 or variance <= NOISE_LIMIT * minibatch_variance:
         return
-    chosen = fewest_bytes(menus, NOISE_LIMIT * minibatch_variance / correction)
-    nbytes = sum(choice.nbytes for choice, menu in zip(chosen, menus, strict=True) if _has_codes(menu))
-    bits = math.ceil(800 * nbytes / max(numel, 1)) / 100
+    bits = budget_for(NOISE_LIMIT * minibatch_variance / correction)
     log.warning(
         "compression adds %s%.0f %% to the variance of the minibatch gradient, more than %.0f %%; %s",
         "at least " if is_bound else "",

@@ -54,6 +54,12 @@ def measured(value: float) -> Sensitivity:
     return Sensitivity(value, {**codes, Code(16, "stochastic", GROUP): value * 2.0**-18})
 
 
+def turned(measured: Sensitivity, share: float) -> Sensitivity:
+    """What was ``measured``, with rotated codes that add ``share`` of that."""
+    others = {replace(code, rounding="rotated"): share * v for code, v in measured.variances.items() if code.bits <= 4}
+    return replace(measured, variances={**measured.variances, **others})
+
+
 def graph(*values: float, exact: bool = False) -> GraphTensors:
     """One graph with a quantized tensor of every sensitivity."""
     tensors = [saved(f"t{i}", storage=i) for i in range(len(values))]
@@ -167,12 +173,21 @@ def test_gradient_noise_of_a_model() -> None:
     assert plan is not None and plan.minibatch_variance
 
 
-@pytest.mark.parametrize("correction", [1.0, 5.0])
+@pytest.mark.parametrize(
+    ("correction", "minibatch", "rotated"),
+    [(1.0, 1.0, math.inf), (5.0, 1.0, math.inf), (1.0, 30.0, 0.25)],
+    ids=["alone", "together", "rotated"],
+)
 def test_too_much_noise_is_warned_of_with_a_budget_that_helps(
-    correction: float, caplog: pytest.LogCaptureFixture
+    correction: float, minibatch: float, rotated: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where codes were found to add more together than each alone."""
-    tensors, minibatch = replace(graph(*VALUES), correction=correction), 1.0
+    """Also where codes were found to add more together than each alone, and where narrow codes may be rotated.
+
+    ``rotated`` is what these add of what the others do.
+    """
+    tensors = replace(graph(*VALUES), correction=correction)
+    if math.isfinite(rotated):
+        tensors = replace(tensors, sensitivities={k: turned(s, rotated) for k, s in tensors.sensitivities.items()})
     with caplog.at_level(logging.WARNING, "gact_fx"):
         plan = choose_plan([tensors], Config(budget_bits=2.0, **OPTIONS), "m", minibatch)
         assert plan.variance is not None and plan.variance > NOISE_LIMIT * minibatch
