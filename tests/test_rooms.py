@@ -318,9 +318,9 @@ def test_graphs_names_the_private_api_that_it_uses() -> None:
             assert any(part in text for part in parts), f"{path.relative_to(ROOT)}:{line} uses {what}"
 
 
-def test_two_modules_import_inductor() -> None:
+def test_three_modules_import_inductor() -> None:
     users = {m for m, (_, tree) in sources().items() for _, what in private_uses(tree) if "torch._inductor" in what}
-    assert users == {"gact_fx.graphs.compilers", "gact_fx.graphs.mended_inductor"}
+    assert users == {f"gact_fx.graphs.{name}" for name in ("compilers", "mended_inductor", "sibling_loops")}
 
 
 @pytest.mark.parametrize(
