@@ -19,7 +19,7 @@ from gact_fx.passes.find_masks import draws
 decompress = torch.ops.gact_fx.decompress.default
 behind = torch.ops.gact_fx.behind.default
 # What has a smaller share of all that is live at the peak is left alone, and what has fewer bytes.
-_SHARE, _WORTH_NBYTES = 1 / 100, 2**18
+_SHARE, WORTH_NBYTES = 1 / 100, 2**18
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Look:
     @cached_property
     def live(self) -> tuple[Span, ...]:
         """What is live at the peak and counts, the largest first."""
-        least = max(self.level * _SHARE, _WORTH_NBYTES)
+        least = max(self.level * _SHARE, WORTH_NBYTES)
         found = [s for s in self.life.spans if s.start <= self.peak <= s.end and s.nbytes >= least]
         return tuple(sorted(found, key=lambda s: -s.nbytes))
 

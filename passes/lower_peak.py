@@ -17,7 +17,7 @@ from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.graphs.operators import returns_alias, writes
 from gact_fx.passes.add_in_turn import add_gradients, add_values
 from gact_fx.passes.backward_peak import Look, decompress
-from gact_fx.passes.decode_again import decode_again
+from gact_fx.passes.decode_again import decode_again, decode_again_for_gradients
 from gact_fx.passes.fuse_codec import is_spelled_out
 from gact_fx.passes.pipeline import Context
 
@@ -25,6 +25,8 @@ from gact_fx.passes.pipeline import Context
 _ROUNDS, _PATIENCE = 60, 16
 # The share of the peak that may be left for the rounds to be worth what they cost.
 _WORTH = 0.99
+# What a round tries, the first of them that finds anything. A gradient that is added up needs no value decoded again.
+_WAYS = (decode_again, add_values, add_gradients, decode_again_for_gradients)
 
 
 def lower_peak(pair: GraphPair, context: Context) -> None:
@@ -41,7 +43,7 @@ def lower_peak(pair: GraphPair, context: Context) -> None:
         lowest = min(lowest, look.level)
         if unfruitful == 0 and lowest <= bound:
             best = copy.deepcopy(graph)
-        if unfruitful > _PATIENCE or not (decode_again(look) or add_values(look) or add_gradients(look)):
+        if unfruitful > _PATIENCE or not any(lower(look) for lower in _WAYS):
             break
     # The last rounds may have found nothing lower, and all of them too little: that would cost time for nothing.
     pair.backward.graph = best

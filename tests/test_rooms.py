@@ -320,7 +320,7 @@ def test_graphs_names_the_private_api_that_it_uses() -> None:
 
 def test_three_modules_import_inductor() -> None:
     users = {m for m, (_, tree) in sources().items() for _, what in private_uses(tree) if "torch._inductor" in what}
-    assert users == {f"gact_fx.graphs.{name}" for name in ("compilers", "mended_inductor", "sibling_loops")}
+    assert users == {f"gact_fx.graphs.{name}" for name in ("compilers", "mended_inductor", "planned_order")}
 
 
 @pytest.mark.parametrize(

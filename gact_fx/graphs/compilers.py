@@ -1,5 +1,5 @@
 """The compilers that a rewritten pair of graphs goes to. Beside this module, `gact_fx.graphs.mended_inductor` and
-`gact_fx.graphs.sibling_loops` alone import Inductor.
+`gact_fx.graphs.planned_order` alone import Inductor.
 
 Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
@@ -29,7 +29,7 @@ from torch import fx
 
 from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
-from gact_fx.graphs.sibling_loops import apart_unless_akin
+from gact_fx.graphs.planned_order import in_planned_order
 from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
@@ -181,7 +181,7 @@ def _compile_inductor(
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
             partitioner.laid_out = str(graph.graph.output_node().meta.get("user_visible_output_idxs"))
-            with mended_inductor(), apart_unless_akin():
+            with mended_inductor(), in_planned_order():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
         if options.get("is_inference"):

@@ -56,12 +56,14 @@ class Span:
 class Lifetimes:
     """The ``calls`` of a graph in the order in which they run, and the ``spans`` of storages that are live meanwhile.
 
-    ``at`` says when a call runs; one whose result is never in memory runs when the first of its readers does.
+    ``at`` says when a call runs. One that is ``inlined``, whose result is never in memory, runs when the first of its
+    readers does, and once more for every other one.
     """
 
     calls: Sequence[fx.Node]
     spans: Sequence[Span]
     at: Mapping[fx.Node, int]
+    inlined: Collection[fx.Node]
 
     def levels(self) -> list[int]:
         """The bytes that are live when the graph begins, and then at each call."""
@@ -118,7 +120,8 @@ class _Walk:
         for node in reversed(self._nodes):
             if node in self._inlined:
                 at[node] = min((at[user] for user in node.users if user in at), default=at[node])
-        return Lifetimes(self._nodes, [*self._spans(), *([] if self._fused else self._workspaces())], at)
+        spans = [*self._spans(), *([] if self._fused else self._workspaces())]
+        return Lifetimes(self._nodes, spans, at, self._inlined)
 
     def _spans(self) -> list[Span]:
         made = {key: (node, -1, nbytes) for node in self._inputs for key, nbytes in self._sizes[node].items()}
