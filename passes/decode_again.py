@@ -18,12 +18,12 @@ _Edge = tuple[fx.Node, fx.Node]
 
 def decode_again(look: Look) -> bool:
     """Edit the graph in place; returns whether anything that was held across the peak no longer is."""
-    return _split_each(look, frozenset())
+    return _split_each(look, ())
 
 
 def decode_again_for_gradients(look: Look) -> bool:
-    """The same for values that gradients are computed from which are never in memory, but inside of their readers."""
-    return _split_each(look, frozenset(look.life.inlined))
+    """The same, also for gradients that read such a value and are never in memory, but computed where they are read."""
+    return _split_each(look, look.life.inlined)
 
 
 def _split_each(look: Look, inlined: Collection[fx.Node]) -> bool:
