@@ -37,6 +37,7 @@ from gact_fx.passes.mark_recomputation import mark_recomputation
 from gact_fx.passes.merge_coefficients import merge_coefficients
 from gact_fx.passes.move_cuts import move_cuts
 from gact_fx.passes.multiply_in_turn import multiply_in_turn
+from gact_fx.passes.name_sigmoids import name_sigmoids
 from gact_fx.passes.partition import partition
 from gact_fx.passes.pipeline import Pass
 from gact_fx.passes.read_masks import read_masks
@@ -55,6 +56,7 @@ JOINT, FORWARD, BACKWARD, BOTH = ("joint",), ("forward",), ("backward",), ("forw
 PIPELINE: tuple[Pass, ...] = (
     Pass("weigh_plain_cut", weigh_plain_cut, gives="plain", when=lambda c: is_share(c.config.budget_bytes)),
     Pass("copy_mutated_inputs", copy_mutated_inputs, edits=JOINT, gives="copies"),
+    Pass("name_sigmoids", name_sigmoids, edits=JOINT),
     Pass("find_attention", find_attention, gives="attention", when=lambda c: c.config.recompute != "off"),
     Pass("choose_products", choose_products, gives="products", when=lambda c: c.config.recompute == "full"),
     Pass("mark_recomputation", mark_recomputation, edits=JOINT, gives="is_free"),

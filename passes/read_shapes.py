@@ -1,12 +1,15 @@
-"""Let operators of backward that read the shape of a saved tensor alone read that of one number, spread over it.
+"""Have backward read no tensor where it needs its shape alone.
 
-So the tensor is neither saved nor decoded for them.
+Operators of which this is all that they read of a tensor get one number, spread over that shape: so the tensor is
+neither saved nor decoded for them. Sizes that vary are computed from those that backward is given: as a function of a
+tensor's numbers, a size would be one that bends.
 """
 
 import torch
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, add_full
+from gact_fx.graphs.sizes import SizeBuilder
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -15,6 +18,7 @@ _READERS = (
     aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool2d_backward.default,
     aten._adaptive_avg_pool3d_backward.default,
 )  # fmt: skip
+_SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 
 
 def read_shapes(pair: GraphPair, context: Context) -> None:
@@ -28,3 +32,11 @@ def read_shapes(pair: GraphPair, context: Context) -> None:
                     zero = add_full(graph, [], 0, like)
                     spread = add_call(graph, aten.expand.default, (zero, list(like.shape)), f"{node.name}_shape")
                 node.args = (node.args[0], spread, *node.args[2:])
+    sizes = SizeBuilder(graph)
+    for target in _SIZES:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if sizes.can_build([node.meta["val"]]):
+                with graph.inserting_before(node):
+                    (size,) = sizes.build([node.meta["val"]])
+                node.replace_all_uses_with(size)
+                graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gact_fx.graphs.interpreter import GraphInterpreter
-from gact_fx.graphs.operator_table import LIBRARY
+from gact_fx.graphs.operator_table import CASTS, LIBRARY
 from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writing_form
 from gact_fx.graphs.sizes import have_same_shape, hint, is_same
 from gact_fx.graphs.trees import tree_leaves
@@ -105,4 +105,12 @@ def _makes_memory(node: fx.Node) -> bool:
         return False
     is_own = isinstance(node.target, OpOverload) and node.target.namespace == "gact_fx"
     is_known = is_own or packet_of(node) in LIBRARY or writing_form(node.target) is not None
-    return is_known or getattr(node.target, MAKES_MEMORY, False)
+    return is_known or _changes_dtype(node) or getattr(node.target, MAKES_MEMORY, False)
+
+
+def _changes_dtype(node: fx.Node) -> bool:
+    """Whether ``node`` is a cast to another dtype; one to the same may return what it was given."""
+    if packet_of(node) not in CASTS:
+        return False
+    value, source = (each.meta.get("val") for each in (node, node.all_input_nodes[0]))
+    return isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor) and value.dtype != source.dtype

@@ -82,6 +82,8 @@ _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     "aten._unsafe_view.default": torch.reshape,
     "prims.inductor_random.default": _random,
     "prims.inductor_randint.default": _randint,
+    # As itself it makes the product first.
+    "prims.fma.default": lambda a, b, c: torch.addcmul(c, a, b),
     # Operators run in the order in which they are written.
     "gact_fx.behind.default": lambda blob, before: blob,
 }

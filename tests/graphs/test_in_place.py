@@ -76,6 +76,8 @@ X = torch.rand(8, 8)
         (lambda x: (y := x.exp()).t().sigmoid() + y.t(), {"add"}),  # a view of y is read later
         (lambda x: (y := x.exp())[0].sigmoid() + y.sum(), {"add"}),
         (lambda x: torch.mm(x, x).sigmoid(), {"sigmoid"}),
+        (lambda x: torch.ops.prims.convert_element_type(x, torch.float64).sigmoid(), {"sigmoid"}),
+        (lambda x: torch.ops.prims.convert_element_type(x, torch.float32).sigmoid(), set()),  # it may be x itself
         (lambda x: (y := x.exp()) - y[:1], set()),  # other elements read what would be written
     ],
 )  # fmt: skip

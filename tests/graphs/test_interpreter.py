@@ -9,6 +9,7 @@ from conftest import Trace
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from gact_fx.graphs.compilers import boxed, without_views
 from gact_fx.graphs.interpreter import GraphInterpreter
@@ -120,3 +121,15 @@ def test_results_are_no_views_as_those_of_compiled_code_are_none() -> None:
     assert viewed.untyped_storage()._cdata == alone.untyped_storage()._cdata
     # By which results are told when another graph gets them.
     assert turned._version == viewed._version == 0
+
+
+def test_a_product_with_a_summand_makes_one_tensor() -> None:
+    import torch._inductor.inductor_prims
+
+    a, b, c = torch.randn(512, 1024), torch.randn(512, 1), torch.randn(512, 1024)
+    graph = make_fx(torch.ops.prims.fma.default)(a, b, c)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        found = GraphInterpreter(graph).run(a, b, c)
+    torch.testing.assert_close(found, a * b + c)
+    sizes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sum(size for size in sizes if size >= c.nbytes) == c.nbytes

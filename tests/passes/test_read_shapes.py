@@ -7,6 +7,7 @@ from conftest import relative_error
 from torch import nn
 
 import gact_fx
+from gact_fx.training.model import session_of
 
 X = torch.randn(8, 8, 16, 16, generator=torch.Generator().manual_seed(5))
 
@@ -38,3 +39,29 @@ def test_what_is_pooled_is_not_saved(inner: str, channels_last: bool) -> None:
     assert not rows, rows
     gradients = [[p.grad for p in each.parameters() if p.grad is not None] for each in (model, exact)]
     assert relative_error(*gradients) < 0.01
+
+
+class Flattened(nn.Module):
+    """Layers that flatten their rows, as those of GPT-2 do: backward takes a size of what it flattens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = self.scale * x
+            x = torch.mm(x.view(-1, x.size(-1)), weight).view(x.size())
+        return x.mean()
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_no_tensor_bends_in_its_size(dynamic: bool) -> None:
+    """Backward of it is linear in all that it saves, whether the rows vary or not."""
+    model = gact_fx.compile(Flattened(), inner="eager", dynamic=dynamic, min_elements=64)
+    model(torch.randn(64, 8, 32)).backward()
+    session = session_of(model)
+    assert session is not None
+    tensors = [how for profile in session.profiles.values() for _, how in profile.analysis.quantized()]
+    assert tensors and not any(how.bends for how in tensors)
