@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from gact_fx.graphs.in_blocks import in_blocks
 from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
 from gact_fx.graphs.planned_order import in_planned_order
@@ -68,9 +69,18 @@ def compile_pair(
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
     """Run a graph operator by operator, freeing, or writing over, every value after its last use."""
+    return boxed(_interpreted(graph))
+
+
+def interpret_in_blocks(graph: fx.GraphModule) -> Compiled:
+    """The same, with pointwise operators that follow one on another run block by block: in less memory."""
+    return interpret_graph(in_blocks(graph, _interpreted))
+
+
+def _interpreted(graph: fx.GraphModule) -> Callable[[Sequence[Any]], Any]:
     interpreter = InPlaceInterpreter(graph)
     # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
-    return boxed(lambda arguments: copy.copy(interpreter).boxed_run(arguments))
+    return lambda arguments: copy.copy(interpreter).boxed_run(arguments)
 
 
 def without_views(run: Compiled, count: int) -> Compiled:

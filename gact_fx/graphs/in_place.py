@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from gact_fx.graphs.in_blocks import Blocks
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operator_table import CASTS, LIBRARY
-from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writing_form
+from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writing_form
 from gact_fx.graphs.sizes import have_same_shape, hint, is_same
 from gact_fx.graphs.trees import tree_leaves
 
@@ -36,6 +37,8 @@ class InPlaceInterpreter(GraphInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if isinstance(n.target, Blocks):
+            return n.target.write(args, [self.env[source] for source in self._last_reads.get(n, {})])
         for source in self._last_reads.get(n, {}):
             found = write_over(n, args, kwargs, self.env[source])
             if found is not None:
@@ -48,14 +51,19 @@ def find_last_reads(graph: fx.Graph) -> Mapping[fx.Node, Mapping[fx.Node, fx.Nod
     # By node, the calls, or inputs, whose memory its value may lie in.
     makers: dict[fx.Node, frozenset[fx.Node]] = {}
     last: dict[fx.Node, fx.Node] = {}
+    # Of several results of one call each is memory of its own.
+    results: dict[tuple[Any, ...], fx.Node] = {}
     for node in graph.nodes:
         read = frozenset[fx.Node]().union(*(makers[source] for source in node.all_input_nodes))
         is_view = node.target is getitem or returns_alias(node.target) or str(node.target) in _VIEWS
-        makers[node] = read if is_view else frozenset({node})
+        is_result = node.target is getitem and _makes_results(node.all_input_nodes[0])
+        maker = results.setdefault(node.args, node) if is_result else node
+        is_size = isinstance(node.meta.get("val"), int | torch.SymInt)
+        makers[node] = frozenset() if is_size else read if is_view and not is_result else frozenset({maker})
         last.update(dict.fromkeys(read, node))
     found: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
     for node in graph.nodes:
-        if writing_form(node.target) is None:
+        if writing_form(node.target) is None and not isinstance(node.target, Blocks):
             continue
         for source in node.all_input_nodes:
             maker, *others = makers[source]
@@ -103,9 +111,17 @@ def _makes_memory(node: fx.Node) -> bool:
     """Whether ``node`` is known to return memory that nobody else has."""
     if node.op != "call_function":
         return False
+    if node.target is getitem:
+        return _makes_results(node.all_input_nodes[0])
     is_own = isinstance(node.target, OpOverload) and node.target.namespace == "gact_fx"
-    is_known = is_own or packet_of(node) in LIBRARY or writing_form(node.target) is not None
-    return is_known or _changes_dtype(node) or getattr(node.target, MAKES_MEMORY, False)
+    is_copy = packet_of(node) is torch.ops.aten.cat or name_of(node.target) == "inductor_random" or _changes_dtype(node)
+    is_known = is_own or is_copy or packet_of(node) in LIBRARY or writing_form(node.target) is not None
+    return is_known or getattr(node.target, MAKES_MEMORY, False)
+
+
+def _makes_results(node: fx.Node) -> bool:
+    """Whether ``node`` returns several tensors, each in memory of its own."""
+    return isinstance(node.target, Blocks) or packet_of(node) in LIBRARY
 
 
 def _changes_dtype(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
-from gact_fx.graphs.compilers import Compiled, interpret_graph, without_views
+from gact_fx.graphs.compilers import Compiled, interpret_in_blocks, without_views
 from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.in_place import MAKES_MEMORY
 from gact_fx.passes.graph_analysis import GraphAnalysis
@@ -33,8 +33,8 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
         for reader in value.placeholder.users:
             if reader.target is decompress:
                 reader.target = _decompress(width)
-    forward = without_views(interpret_graph(copied.forward), pair.num_user_outputs)
-    return forward, interpret_graph(copied.backward)
+    forward = without_views(interpret_in_blocks(copied.forward), pair.num_user_outputs)
+    return forward, interpret_in_blocks(copied.backward)
 
 
 def _widths(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> list[tuple[SavedValue, int]]:

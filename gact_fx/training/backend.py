@@ -14,7 +14,7 @@ from gact_fx.breaks.graph_holdings import noting_holdings
 from gact_fx.config import Config
 from gact_fx.errors import UsageError
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_graph, without_views
+from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_in_blocks, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
@@ -104,7 +104,7 @@ class Backend:
 
     def run_of(self, graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
         """What runs a rewritten graph: operator by operator, or ``compile()``, which is from the inner compiler."""
-        return interpret_graph(graph) if self._interpreted else compile()
+        return interpret_in_blocks(graph) if self._interpreted else compile()
 
     def watched(self, run: Compiled, graph: RewrittenGraph, key: object, is_backward: bool) -> Compiled:
         """``run``, a rewritten graph, with all that watches it."""

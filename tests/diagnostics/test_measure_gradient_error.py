@@ -312,6 +312,7 @@ class Between(nn.Module):
         return (4 * x).sin()
 
 
+@pytest.mark.slow
 def test_codes_of_eager_pytorch_are_measured() -> None:
     model, x, seeds = Between(), torch.randn(128, 32), 24
     norm, variance, ours = trained(model, x, seeds, budget_bits=3, min_elements=64)

@@ -44,7 +44,7 @@ def steps(model: Any, x: torch.Tensor, amp: bool) -> list[torch.Tensor]:
 
 @pytest.mark.both_compilers
 @pytest.mark.parametrize("inner", ["inductor"])
-@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("amp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_same_elements_are_dropped(inner: str, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = Dropping(), torch.compile(Dropping())
     drawn: list[float] = []

@@ -70,6 +70,8 @@ class Small(nn.Module):
         return self.second(torch.tanh(self.first(x)).relu()).square().mean()
 
 
+# Inductor takes two minutes to spell codes out.
+@pytest.mark.slow
 @pytest.mark.skipif(not ops.has_compiled_kernels("cpu"), reason="libgact_fx is not built")
 def test_inductor_gives_the_same_gradients() -> None:
     results = []

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import gact_fx
 
 ROWS, WIDTH, HEADS, LENGTH = 2, 64, 4, 512
+SLOW = pytest.mark.slow
 SCORES = ROWS * HEADS * LENGTH * LENGTH * 4
 
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
 
 @pytest.mark.both_compilers
 @pytest.mark.parametrize("inner", ["inductor"])
-@pytest.mark.parametrize("spells_out", [True, False])
+@pytest.mark.parametrize("spells_out", [True, pytest.param(False, marks=SLOW)])
 def test_no_more_than_two_tensors_of_scores(inner: str, spells_out: bool) -> None:
     model, x = Attention(0.1, spells_out), torch.randn(ROWS, LENGTH, WIDTH)
     gact_fx.compile(model, budget_bits=8, adaptive=False, inner=inner)
@@ -48,7 +49,9 @@ def test_no_more_than_two_tensors_of_scores(inner: str, spells_out: bool) -> Non
 
 @pytest.mark.both_compilers
 @pytest.mark.parametrize("inner", ["inductor"])
-@pytest.mark.parametrize(("dropout", "cap"), [(0.0, 0.0), (0.5, 0.0), (0.5, 0.3)])
+@pytest.mark.parametrize(
+    ("dropout", "cap"), [pytest.param(0.0, 0.0, marks=SLOW), pytest.param(0.5, 0.0, marks=SLOW), (0.5, 0.3)]
+)
 def test_gradients_are_those_of_what_forward_drew(inner: str, dropout: float, cap: float) -> None:
     """As torch.compile's with the same seed, which draws the same numbers."""
     model, reference = Attention(dropout, cap=cap), Attention(dropout, cap=cap)

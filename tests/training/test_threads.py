@@ -22,7 +22,7 @@ def hurried() -> Iterator[None]:
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="with torch 2.11 Dynamo may crash where threads compile and run")
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("has_samples", [True, False])
+@pytest.mark.parametrize("has_samples", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_four_threads_train_one_model(has_samples: bool) -> None:
     """Graphs that one thread runs operator by operator must not be seen by what another one traces."""
     x = torch.randn(64, 64)

@@ -1,0 +1,126 @@
+"""Block by block pointwise operators give what they give at once, in less memory."""
+
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gact_fx.graphs.compilers import interpret_graph, interpret_in_blocks
+from gact_fx.graphs.in_blocks import LEAST_NBYTES, Blocks, in_blocks
+
+SHAPE = (4, 64, 32, 64)
+NBYTES = 4 * 64 * 32 * 64 * 4
+assert NBYTES > LEAST_NBYTES
+
+X, ROW = torch.randn(SHAPE), torch.rand(1, 64, 1, 1)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
+    "chain": (lambda x: [x.exp().sigmoid().tanh()], [X]),
+    "broadcast": (lambda x, row: [(x * row + 1).sigmoid() * x], [X, ROW]),
+    "two results of two dtypes": (lambda x: [y := x.exp() + 1, (y > 2).to(torch.float64)], [X]),
+    "what is broadcast alone": (lambda x, row: [(row.expand(SHAPE) + 1).exp(), x.exp()], [X, ROW]),
+    "a sum in between": (lambda x: [(y := x.exp().sin()) * y.sum(1, keepdim=True) + y], [X]),
+    "channels last": (lambda x: [x.exp().sigmoid()], [X.to(memory_format=torch.channels_last)]),
+    "few channels last": (
+        lambda x: [x.exp().sigmoid()], [torch.randn(8, 16, 64, 64).to(memory_format=torch.channels_last)],
+    ),
+    "transposed": (lambda x: [x.transpose(1, 3).exp().sigmoid()], [X]),
+    "two layouts": (lambda x, y: [(x + y).sigmoid()], [X, X.to(memory_format=torch.channels_last)]),
+    "few rows": (lambda x: [x.exp().sin()], [torch.randn(3, 5, 200_000)]),
+    "a vector's worth": (lambda x: [x.exp().sin()], [torch.randn(1, 400_000)]),
+    "read in between": (lambda x: [(y := x.exp()).sin(), y.mean(), (y * 2).cos()], [X]),
+}  # fmt: skip
+
+
+def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    found = make_fx(function, tracing_mode="fake")(*inputs)
+    found.graph.eliminate_dead_code()
+    return found
+
+
+def blocks_of(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in in_blocks(graph, lambda body: body).graph.nodes if isinstance(node.target, Blocks)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_results_are_the_same(name: str) -> None:
+    function, inputs = FUNCTIONS[name]
+    graph, before = graph_of(function, *inputs), [x.clone() for x in inputs]
+    assert blocks_of(graph)
+    with torch.no_grad():
+        expected, found = (run(graph)(list(inputs)) for run in (interpret_graph, interpret_in_blocks))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, check_stride=True)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def peak(run: Callable[[list[Any]], Any], inputs: list[torch.Tensor]) -> int:
+    """The most bytes beyond the inputs at a time."""
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run(inputs)
+    live = most = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+def test_what_is_made_on_the_way_is_as_large_as_a_block() -> None:
+    """Of six tensors there is the result, where in whole tensors there are three at a time."""
+    graph = graph_of(lambda x: [(x * (s := x.sigmoid())) * (1 + x * (1 - s))], X)
+    assert peak(interpret_graph(graph), [X]) > 2.9 * NBYTES
+    assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_result_takes_the_place_of_what_nobody_reads_any_more(is_last: bool) -> None:
+    graph = graph_of(lambda x: [(y := x @ x).exp().sigmoid(), x if is_last else y], torch.randn(1024, 1024))
+    found = peak(interpret_in_blocks(graph), [torch.randn(1024, 1024)])
+    assert found < (1.5 if is_last else 2.5) * 2**22
+    assert is_last or found > 1.9 * 2**22
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [x.exp(), x.mean()],  # one operator
+        lambda x: [x.exp().t().contiguous().mean(1), x],  # nothing that follows it
+        lambda x: [x.exp().mean().sin()],  # another shape
+        lambda x: [torch.nn.functional.dropout(x, 0.5)],  # drawn numbers first
+    ],
+)
+def test_what_is_left_alone(function: Callable[..., Any]) -> None:
+    graph = graph_of(function, torch.randn(1024, 1024))
+    assert all("rand" not in str(node.args) for node in blocks_of(graph)) and len(blocks_of(graph)) <= 1
+
+
+def test_modes_see_every_operator() -> None:
+    seen: list[Any] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, tuple(args[0].shape)))
+            return func(*args, **(kwargs or {}))
+
+    graph = graph_of(lambda x: [x.exp().sigmoid()], X)
+    run = interpret_in_blocks(graph)
+    with torch.no_grad(), Seeing():
+        run([X])
+    assert [shape for func, shape in seen if func.name().startswith("aten::")] == [SHAPE] * 2
+
+
+def test_two_results_of_one_call_are_memory_of_their_own() -> None:
+    """One of them is read again behind the call that may write over the other."""
+    graph = graph_of(lambda x: [(y := x.exp() + 1, z := x.sin() * y)[0].sigmoid().cos(), z.sum(), z.cos().sin()], X)
+    nodes = in_blocks(graph, lambda body: body).graph.nodes
+    assert any(node.target is getitem for node in nodes)
+    with torch.no_grad():
+        expected, found = (run(graph)([X]) for run in (interpret_graph, interpret_in_blocks))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
