@@ -69,18 +69,14 @@ def compile_pair(
 
 def interpret_graph(graph: fx.GraphModule) -> Compiled:
     """Run a graph operator by operator, freeing, or writing over, every value after its last use."""
-    return boxed(_interpreted(graph))
+    interpreter = InPlaceInterpreter(graph)
+    # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
+    return boxed(lambda arguments: copy.copy(interpreter).boxed_run(arguments))
 
 
 def interpret_in_blocks(graph: fx.GraphModule) -> Compiled:
     """The same, with pointwise operators that follow one on another run block by block: in less memory."""
-    return interpret_graph(in_blocks(graph, _interpreted))
-
-
-def _interpreted(graph: fx.GraphModule) -> Callable[[Sequence[Any]], Any]:
-    interpreter = InPlaceInterpreter(graph)
-    # A copy for each run: it goes on to hold the results (codes, gradients), and threads may run at the same time.
-    return lambda arguments: copy.copy(interpreter).boxed_run(arguments)
+    return interpret_graph(in_blocks(graph, interpret_graph))
 
 
 def without_views(run: Compiled, count: int) -> Compiled:

@@ -2,6 +2,9 @@
 
 What they make for one another is then as large as a block is. Compiled code never has it in memory; as whole tensors it
 would be most of the peak of a step that is recorded.
+
+Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
+question whether somebody sees every operator that runs).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +23,8 @@ from gact_fx.graphs.trees import tree_leaves
 
 # A tensor is cut into so many blocks at most, and what has fewer bytes not at all.
 MOST_BLOCKS, LEAST_NBYTES = 16, 2**20
-# What runs a body: it takes the arguments, and gives the results.
-Run = Callable[[Sequence[Any]], Sequence[Any]]
+# What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
+Run = Callable[[list[Any]], Any]
 
 
 class Blocks:
@@ -45,7 +48,8 @@ class Blocks:
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
         if not is_plain or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
-            return self._run(list(given))
+            found: Sequence[Any] = self._run(list(given))
+            return found
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
         # The first dimension that is long enough. Of two elements the strides tell where they lie; of one they do not.
         dimension = max(range(len(shape)), key=lambda d: (min(shape[d] // 2, MOST_BLOCKS), -d))
@@ -53,9 +57,9 @@ class Blocks:
         free = [x for x in over if x.shape == shape and x.untyped_storage().nbytes() == x.nbytes]
         results: list[torch.Tensor] = []
         for low, high in ((size * at // count, size * (at + 1) // count) for at in range(count)):
-            found = self._run([_part(x, dimension - len(shape), size, low, high) for x in given])
-            results = results or [_like(x, shape, free) for x in found]
-            for result, part in zip(results, found, strict=True):
+            parts = self._run([_part(x, dimension - len(shape), size, low, high) for x in given])
+            results = results or [_like(x, shape, free) for x in parts]
+            for result, part in zip(results, parts, strict=True):
                 result.narrow(dimension, low, high - low).copy_(part)
         return tuple(results)
 

@@ -110,7 +110,7 @@ def test_modes_see_every_operator() -> None:
 
     graph = graph_of(lambda x: [x.exp().sigmoid()], X)
     run = interpret_in_blocks(graph)
-    with torch.no_grad(), Seeing():
+    with torch.no_grad(), Seeing():  # type: ignore[no-untyped-call]
         run([X])
     assert [shape for func, shape in seen if func.name().startswith("aten::")] == [SHAPE] * 2
 
