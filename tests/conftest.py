@@ -26,7 +26,7 @@ Trace = Callable[..., GraphPair]
 settings.register_profile(
     "fast", max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
-settings.register_profile("sanitized", settings.get_profile("fast"), max_examples=1_000)
+settings.register_profile("sanitized", settings.get_profile("fast"), max_examples=400)
 settings.register_profile("whole", settings.get_profile("fast"), max_examples=10_000)
 settings.load_profile("fast")
 

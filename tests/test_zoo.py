@@ -7,7 +7,9 @@ pytest.importorskip("transformers", reason="the networks come from transformers"
 zoo = pytest.importorskip("zoo", reason="benchmarks/ is not on the path")
 
 
-@pytest.mark.parametrize("name", ["vit", pytest.param("llama", marks=pytest.mark.slow), "sage"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("vit", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow), "sage"]
+)
 def test_a_network_of_the_zoo_meets_its_targets(name: str) -> None:
     if name == "sage":
         pytest.importorskip("torch_geometric", reason="the graph nets come from torch_geometric")
