@@ -5,7 +5,10 @@ neither saved nor decoded for them. Sizes that vary are computed from those that
 tensor's numbers, a size would be one that bends.
 """
 
+from typing import Any
+
 import torch
+from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call, add_full
@@ -38,5 +41,12 @@ def read_shapes(pair: GraphPair, context: Context) -> None:
             if sizes.can_build([node.meta["val"]]):
                 with graph.inserting_before(node):
                     (size,) = sizes.build([node.meta["val"]])
-                node.replace_all_uses_with(size)
+                _replace(node, size)
                 graph.erase_node(node)
+
+
+def _replace(node: fx.Node, size: Any) -> None:
+    """Have everybody read ``size``, a node or a number, instead of ``node``."""
+    for user in list(node.users):
+        args, kwargs = fx.map_arg((user.args, user.kwargs), lambda i: size if i is node else i)
+        user.args, user.kwargs = args, kwargs

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import relative_error
+from conftest import Trace, relative_error, run_pass
 from torch import nn
 
 import gact_fx
@@ -65,3 +65,18 @@ def test_no_tensor_bends_in_its_size(dynamic: bool) -> None:
     assert session is not None
     tensors = [how for profile in session.profiles.values() for _, how in profile.analysis.quantized()]
     assert tensors and not any(how.bends for how in tensors)
+
+
+def test_a_size_that_is_known_becomes_a_number(trace: Trace) -> None:
+    pair = trace(Flattened(), torch.randn(64, 8, 32))
+    graph = pair.backward.graph
+    tensor = next(node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor) and node.users)
+    reader = next(node for node in graph.nodes if node.target is torch.ops.aten.expand.default)
+    with graph.inserting_before(reader):
+        size = graph.call_function(torch.ops.aten.sym_size.int, (tensor, 0))
+    size.meta["val"] = int(tensor.meta["val"].shape[0])
+    shape = list(reader.args[1])
+    reader.args = (reader.args[0], [size, *shape[1:]])
+    run_pass("read_shapes", pair)
+    assert reader.args[1] == [size.meta["val"], *shape[1:]]
+    assert all(node.target is not torch.ops.aten.sym_size.int for node in graph.nodes)
