@@ -22,7 +22,7 @@ import tempfile
 import time
 
 import torch
-from machine import describe, save
+from machine import describe, save, saved
 from peak_bytes import peak_bytes
 from peers_process import Case, Surroundings, parse_times, times_that_fill
 from real_networks import NAMES, build
@@ -116,7 +116,8 @@ def main() -> None:
     columns = ("gradients", "peak", "above", "held", "left", "above / torch.compile's")
     print(f"{'network':10} {'way':14} " + " ".join(f"{name:>9}" for name in columns))
     suffix = f"{'bf16' if options.amp else 'fp32'}{'-small' * options.small}"
-    results: dict[str, dict[str, dict[str, float]]] = {}
+    # Of other networks there is what was measured before.
+    results: dict[str, dict[str, dict[str, float]]] = saved(f"peak-{options.budget_bits:g}bits-{suffix}")
     for name in options.networks:
         results[name] = {}
         times = times_of(name, options)
