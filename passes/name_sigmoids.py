@@ -45,9 +45,7 @@ def _exponent(node: object) -> fx.Node | None:
     """y, where ``node`` is ``1 + exp(-y)``."""
     if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or node.kwargs or node.args[1] != 1:
         return None
-    exp = node.args[0]
-    negative = exp.args[0] if isinstance(exp, fx.Node) and exp.target is aten.exp.default else None
-    if not isinstance(negative, fx.Node) or negative.target is not aten.neg.default:
+    (exp,) = node.all_input_nodes
+    if exp.target is not aten.exp.default or exp.all_input_nodes[0].target is not aten.neg.default:
         return None
-    y: fx.Node = negative.args[0]  # type: ignore[assignment]
-    return y
+    return exp.all_input_nodes[0].all_input_nodes[0]

@@ -33,9 +33,6 @@ class Blocks:
     ``run`` makes the calls, of a block or of all.
     """
 
-    # A function's results are memory of its own (`gact_fx.graphs.in_place.MAKES_MEMORY`).
-    makes_memory = True
-
     def __init__(self, name: str, run: Run) -> None:
         self.__name__, self._run = name, run
 
