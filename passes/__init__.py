@@ -8,7 +8,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``find_refusals``, ``find_copies``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``,
   ``merge_masks`` and ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``exponentiate_again`` is a part of `multiply_in_turn`;
-- ``decode_again`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
+- ``decode_again``, ``keep_parts`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored, ``stored_memory`` says what that leads to in memory;
 - ``split_cross_entropy``, with its analysis ``find_heads``, runs before all of them, on the calls of the model's own
@@ -45,6 +45,7 @@ from gact_fx.passes.read_shapes import read_shapes
 from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.scatter_late import scatter_late
+from gact_fx.passes.split_convolutions import split_convolutions
 from gact_fx.passes.spread_numbers import spread_numbers
 from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.weigh_exact_pair import weigh_exact_pair
@@ -82,6 +83,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("split_convolutions", split_convolutions, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
     Pass("fuse_codec", fuse_codec, edits=BOTH, when=fuses),
     Pass("weigh_pair", weigh_pair, gives="memory"),

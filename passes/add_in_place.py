@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, add_full
+from gact_fx.graphs.edit import add_call, add_full, behind
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
@@ -22,7 +22,11 @@ _MAKERS = (aten.mm.default, torch.ops.gact_fx.linear_cross_entropy_backward.defa
 
 def add_in_place(pair: GraphPair, context: Context) -> None:
     """Edit backward in place."""
-    graph = pair.backward.graph
+    add_rows_in_place(pair.backward.graph)
+
+
+def add_rows_in_place(graph: fx.Graph) -> None:
+    """Edit a graph of backward in place: it then writes to what it made, and can no longer be differentiated."""
     for total in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         parts = [part for part in total.args if isinstance(part, fx.Node)]
         scattered = [part for part in parts if _rows(part) is not None and len(part.users) == 1]
@@ -44,7 +48,9 @@ def _rows(node: fx.Node) -> tuple[Any, Any, Any] | None:
         (zeros, indices, values), mask = node.args[:3], None
     else:
         return None
-    is_zero = isinstance(zeros, fx.Node) and zeros.target is aten.full.default and zeros.args[1] == 0
+    # `spread_numbers` leaves one number, expanded.
+    number = behind(zeros, (aten.expand,))
+    is_zero = isinstance(number, fx.Node) and number.target is aten.full.default and number.args[1] == 0
     if not is_zero or len(indices) != 1 or (mask is not None and not _is_of_rows(mask, indices[0])):
         return None
     return mask, indices[0], values
@@ -80,4 +86,5 @@ def _add(graph: fx.Graph, total: fx.Node, into: fx.Node, scattered: fx.Node) -> 
             )
         result = add_call(graph, aten.index_put_.default, (into, [index], values, True), f"{total.name}_in_place")
     total.replace_all_uses_with(result)
-    graph.erase_node(total)
+    for node in (total, scattered):
+        graph.erase_node(node)

@@ -1,7 +1,8 @@
 """Lower the peak of backward, round by round: look what is live at the peak, and change how long something lives.
 
-What is held across the peak is decoded again behind the peak (`decode_again`); what is read together at the peak is
-added up in turn (`add_in_turn`). A round changes one peak, and the next one looks for the new peak.
+What is held across the peak is decoded again behind the peak (`decode_again`), or is cut to what is still needed of it
+(`keep_parts`); what is read together at the peak is added up in turn (`add_in_turn`).
+A round changes one peak, and the next one looks for the new peak.
 
 Compilers reorder and fuse what does not depend on each other. Hence the operator ``behind``: it hands over a copy of a
 blob, and reads a tensor that has to be there before.
@@ -19,6 +20,7 @@ from gact_fx.passes.add_in_turn import add_gradients, add_values
 from gact_fx.passes.backward_peak import Look, decompress
 from gact_fx.passes.decode_again import decode_again, decode_again_for_gradients
 from gact_fx.passes.fuse_codec import is_spelled_out
+from gact_fx.passes.keep_parts import keep_parts
 from gact_fx.passes.pipeline import Context
 
 # How many rounds there are at most, and how many in a row that find no lower peak: equal layers have equal peaks.
@@ -26,7 +28,7 @@ _ROUNDS, _PATIENCE = 60, 16
 # The share of the peak that may be left for the rounds to be worth what they cost.
 _WORTH = 0.99
 # What a round tries, the first of them that finds anything. A gradient that is added up needs no value decoded again.
-_WAYS = (decode_again, add_values, add_gradients, decode_again_for_gradients)
+_WAYS = (keep_parts, decode_again, add_values, add_gradients, decode_again_for_gradients)
 
 
 def lower_peak(pair: GraphPair, context: Context) -> None:

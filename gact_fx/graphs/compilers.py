@@ -1,5 +1,5 @@
-"""The compilers that a rewritten pair of graphs goes to. Beside this module, `gact_fx.graphs.mended_inductor` and
-`gact_fx.graphs.planned_order` alone import Inductor.
+"""The compilers that a rewritten pair of graphs goes to. Beside this module, `gact_fx.graphs.mended_inductor`,
+`gact_fx.graphs.planned_order` and `gact_fx.graphs.apart_kernels` alone import Inductor.
 
 Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from gact_fx.graphs.apart_kernels import apart_kernels
 from gact_fx.graphs.in_blocks import in_blocks
 from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
@@ -187,7 +188,7 @@ def _compile_inductor(
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
             partitioner.laid_out = str(graph.graph.output_node().meta.get("user_visible_output_idxs"))
-            with mended_inductor(), in_planned_order():
+            with mended_inductor(), in_planned_order(), apart_kernels():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
         if options.get("is_inference"):

@@ -17,6 +17,7 @@ from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import Compiled, interpret_in_blocks, without_views
 from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.in_place import MAKES_MEMORY
+from gact_fx.passes.add_in_place import add_rows_in_place
 from gact_fx.passes.graph_analysis import GraphAnalysis
 
 compress = torch.ops.gact_fx.compress.default
@@ -33,6 +34,7 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
         for reader in value.placeholder.users:
             if reader.target is decompress:
                 reader.target = _decompress(width)
+    add_rows_in_place(copied.backward.graph)
     forward = without_views(interpret_in_blocks(copied.forward), pair.num_user_outputs)
     return forward, interpret_in_blocks(copied.backward)
 

@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 from conftest import gradients, relative_error
+from peak_bytes import peak_bytes
 from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
+from gact_fx.profiling import few_rows
+from gact_fx.training import row_tracing
 
 
 class Tied(nn.Module):
@@ -20,6 +23,23 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = F.gelu(self.inner(self.embedding(tokens)))
+        return F.cross_entropy(F.linear(hidden, self.embedding.weight).flatten(0, 1), labels.flatten())
+
+
+WORDS = 200_000
+
+
+class Head(nn.Module):
+    """A language model with a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, 64)
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.embedding(tokens))
         return F.cross_entropy(F.linear(hidden, self.embedding.weight).flatten(0, 1), labels.flatten())
 
 
@@ -46,3 +66,20 @@ def test_gradients_of_a_tied_weight(
     in_place = backward.find_nodes(op="call_function", target=torch.ops.aten.index_put_.default)
     # Inductor alone has embeddings taken apart.
     assert len(in_place) == (inner == "inductor")
+
+
+def test_where_a_few_rows_are_measured_the_step_itself_adds_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step then holds one tensor as large as the table, and not two. What is measured writes nothing."""
+    for module in (few_rows, row_tracing):
+        monkeypatch.setattr(module, "ENOUGH_NBYTES", 2**13)
+    model, reference = Head(), Head()
+    tokens, labels = torch.randint(0, WORDS, (2, 8, 64))
+    gact_fx.compile(model, budget_bits=4)
+    peak = peak_bytes(lambda: model(tokens, labels))
+    reference(tokens, labels).backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.2
+    table = WORDS * 64 * 4
+    assert table < peak.step < 2 * table
+    # The rows are measured as the next step begins, on a graph of which the derivative is taken.
+    model(tokens, labels).backward()
+    assert gact_fx.inspect(model).plan is not None

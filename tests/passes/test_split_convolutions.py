@@ -1,0 +1,96 @@
+"""Both gradients of a convolution are computed one after the other."""
+
+import sys
+
+import pytest
+import torch
+from conftest import Trace, gradients, relative_error, run_pass
+from peak_bytes import peak_bytes
+from torch import nn
+
+import gact_fx
+
+aten = torch.ops.aten
+# The package has the function by that name.
+MODULE = sys.modules["gact_fx.passes.split_convolutions"]
+GRADIENT = torch.ops.gact_fx.convolution_gradient.default
+
+
+class Convolutions(nn.Module):
+    """Of one group and of several, strided, transposed, and of one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(16, 16, 3, padding=1, groups=4)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.line = nn.Conv1d(8, 8, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.grouped(self.one(x.tanh()).tanh()).tanh()
+        return self.line(self.up(x).tanh().flatten(2)).tanh().square().mean()
+
+
+def image(memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 8, 16, 18).to(memory_format=memory_format).requires_grad_()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_are_the_same(
+    inner: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
+    model, reference = (Convolutions().to(memory_format=memory_format) for _ in range(2))
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=10**9)
+    for _ in range(3):
+        x, y = image(memory_format), image(memory_format)
+        for network, given in ((model, x), (reference, y)):
+            network.zero_grad()
+            network(given).backward()
+        assert x.grad is not None and y.grad is not None
+        assert relative_error([*gradients(model), x.grad], [*gradients(reference), y.grad]) < 1e-5
+    graph = gact_fx.inspect(model).graphs[0].backward.graph
+    assert len(graph.find_nodes(op="call_function", target=GRADIENT)) == 3
+
+
+@pytest.mark.parametrize(("least", "count"), [(0, 3), (10**9, 0)])
+def test_small_ones_and_groups_stay_whole(
+    trace: Trace, least: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LEAST_NBYTES", least)
+    pair = trace(Convolutions(), image(), inner="inductor")
+    run_pass("split_convolutions", pair)
+    graph = pair.backward.graph
+    assert len(graph.find_nodes(op="call_function", target=GRADIENT)) == count
+    assert len(graph.find_nodes(op="call_function", target=aten.convolution_backward.default)) == 4
+
+
+class Wide(nn.Module):
+    """What the second convolution reads is most of what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Conv2d(8, 128, 3, padding=1), nn.Conv2d(128, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).square().mean()
+
+
+@pytest.mark.both_compilers
+def test_the_input_is_gone_before_its_gradient_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {}
+    # In other memory formats libraries make copies of their own.
+    x = torch.randn(4, 8, 64, 64).to(memory_format=torch.channels_last)
+    for least in (0, 10**9):
+        monkeypatch.setattr(MODULE, "LEAST_NBYTES", least)
+        model = Wide().to(memory_format=torch.channels_last)
+        gact_fx.compile(model, budget_bits=8, adaptive=False, inner="eager")
+        for _ in range(2):
+            model(x).backward()
+        loss = model(x)
+        peaks[least] = peak_bytes(lambda loss=loss: loss).step
+    assert peaks[0] < peaks[10**9] - 0.9 * 16 * x.nbytes
