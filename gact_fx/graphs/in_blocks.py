@@ -1,82 +1,22 @@
 """Runs pointwise operators that follow one on another block by block, where a graph runs operator by operator.
 
-What they make for one another is then as large as a block is. Compiled code never has it in memory; as whole tensors it
-would be most of the peak of a step that is recorded.
-
-Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
-question whether somebody sees every operator that runs).
+What they make for one another, and for sums, is then as large as a block is. Compiled code never has it in memory; as
+whole tensors it would be most of the peak of a step that is recorded.
 """
 
 from collections.abc import Callable, Sequence
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks, Run, Sum
+from gact_fx.graphs.compute_again import compute_again
 from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.operator_table import CASTS
 from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writes
 from gact_fx.graphs.sizes import have_same_shape, hint
 from gact_fx.graphs.trees import tree_leaves
-
-# A tensor is cut into so many blocks at most, and what has fewer bytes not at all.
-MOST_BLOCKS, LEAST_NBYTES = 16, 2**20
-# What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
-Run = Callable[[list[Any]], Any]
-
-
-class Blocks:
-    """Calls of pointwise operators as one function: of tensors, or numbers, a tuple of results of one shape.
-
-    ``run`` makes the calls, of a block or of all.
-    """
-
-    def __init__(self, name: str, run: Run) -> None:
-        self.__name__, self._run = name, run
-
-    def __call__(self, *given: Any) -> Sequence[Any]:
-        """The results."""
-        return self.write(given, [])
-
-    def write(self, given: Sequence[Any], over: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """The results, written where they fit to those of the tensors ``given`` that nobody else reads, ``over``."""
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        if not is_plain or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
-            found: Sequence[Any] = self._run(list(given))
-            return found
-        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-        # The first dimension that is long enough. Of two elements the strides tell where they lie; of one they do not.
-        dimension = max(range(len(shape)), key=lambda d: (min(shape[d] // 2, MOST_BLOCKS), -d))
-        size, count = shape[dimension], max(min(shape[dimension] // 2, MOST_BLOCKS), 1)
-        free = [x for x in over if x.shape == shape and x.untyped_storage().nbytes() == x.nbytes]
-        results: list[torch.Tensor] = []
-        for low, high in ((size * at // count, size * (at + 1) // count) for at in range(count)):
-            parts = self._run([_part(x, dimension - len(shape), size, low, high) for x in given])
-            results = results or [_like(x, shape, free) for x in parts]
-            for result, part in zip(results, parts, strict=True):
-                result.narrow(dimension, low, high - low).copy_(part)
-        return tuple(results)
-
-
-def _part(x: Any, dimension: int, size: int, low: int, high: int) -> Any:
-    """The block of ``x`` in a dimension that counts from the last, or all of it, where it is the same in all blocks."""
-    has_blocks = isinstance(x, torch.Tensor) and x.dim() >= -dimension and x.shape[dimension] == size
-    return x.narrow(dimension, low, high - low) if has_blocks else x
-
-
-def _like(part: torch.Tensor, shape: Sequence[int], free: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor of that shape, its dimensions in memory in the order of a block's; one that is ``free`` if it can be."""
-    strides, step = [0] * len(shape), 1
-    for dimension in sorted(range(len(shape)), key=lambda d: (part.stride(d), part.shape[d], -d)):
-        strides[dimension] = step
-        step *= shape[dimension]
-    for at, x in enumerate(free):
-        if x.dtype == part.dtype and x.device == part.device and list(x.stride()) == strides:
-            return free.pop(at)
-    return torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device)
 
 
 def in_blocks(module: fx.GraphModule, interpret: Callable[[fx.GraphModule], Run]) -> fx.GraphModule:
@@ -85,6 +25,7 @@ def in_blocks(module: fx.GraphModule, interpret: Callable[[fx.GraphModule], Run]
     The results, and their strides, are the same up to rounding. ``interpret`` gives what runs a few operators.
     """
     found = copy_module(module)
+    compute_again(found.graph, {node for node in found.graph.nodes if _is_pointwise(node)})
     for nodes in _runs(found.graph):
         _replace(found.graph, nodes, interpret)
     found.graph.lint()
@@ -92,17 +33,55 @@ def in_blocks(module: fx.GraphModule, interpret: Callable[[fx.GraphModule], Run]
 
 
 def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Calls of which each reads one before it, with nothing in between but what is small and does not read them."""
+    """Calls of which each reads one before it, with nothing in between but what is small and does not read them.
+
+    Two that begin apart become one where a call reads both.
+    """
     runs: list[list[fx.Node]] = [[]]
+    # Whether nothing was between the last run and the one before.
+    is_next = False
     for node in graph.nodes:
         last = runs[-1]
-        is_member = _is_pointwise(node)
-        reads = not set(last).isdisjoint(node.all_input_nodes)
-        if is_member and (not last or (reads and have_same_shape(node.meta["val"], last[0].meta["val"]))):
+        sources = set(node.all_input_nodes)
+        is_member, reads = _is_pointwise(node), not sources.isdisjoint(last)
+        if _is_sum(node) and reads and _is_pointwise(node.args[0]):
             last.append(node)
+        elif is_member and (not last or (reads and _may_join(node, last))):
+            before = runs[-2] if is_next and last else []
+            if not sources.isdisjoint(before) and _may_join(node, before):
+                runs[-2:] = [[*before, *last]]
+                is_next = False
+            runs[-1].append(node)
         elif last and (reads or is_member or not _is_small(node)):
+            is_next = is_member and not reads
             runs.append([node] if is_member else [])
+        elif is_next and not sources.isdisjoint(runs[-2]):
+            is_next = False
     return [nodes for nodes in runs if len(nodes) > 1]
+
+
+def _may_join(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    """Whether pointwise ``node`` is as large as what ``run`` makes, and needs none of its sums."""
+    is_free = not any(_is_sum(source) and source in run for source in node.all_input_nodes)
+    return is_free and have_same_shape(node.meta["val"], run[0].meta["val"])
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` is a sum, not of all, that may be added up of sums of blocks."""
+    if node.target is not torch.ops.aten.sum.dim_IntList or node.kwargs or not node.args[1]:
+        return False
+    value, source = (each.meta.get("val") for each in (node, node.all_input_nodes[0]))
+    is_tensor = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
+    # In 16 bits, sums of sums are rounded more often.
+    return is_tensor and value.dtype == source.dtype and value.dtype in (torch.float32, torch.float64)
+
+
+def _sum_of(node: fx.Node) -> Sum | None:
+    if _is_pointwise(node):
+        return None
+    source, dims, *keeps = node.args
+    assert isinstance(source, fx.Node) and isinstance(dims, Sequence)
+    return {int(d) % source.meta["val"].dim() for d in dims}, bool(keeps and keeps[0])
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -137,7 +116,8 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], interpret: Callable[[fx.
         copies[node] = body.node_copy(node, copies.__getitem__)
     body.output(tuple(copies[node] for node in outputs))
     with graph.inserting_after(nodes[-1]):
-        blocks = Blocks(f"blocks_of_{nodes[-1].name}", interpret(fx.GraphModule({}, body)))
+        sums = [_sum_of(node) for node in outputs]
+        blocks = Blocks(f"blocks_of_{nodes[-1].name}", interpret(fx.GraphModule({}, body)), sums)
         call = graph.call_function(blocks, tuple(inputs))
     call.meta["val"] = tuple(node.meta["val"] for node in outputs)
     with graph.inserting_after(call):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gact_fx.graphs.in_blocks import Blocks
+from gact_fx.graphs.blocks import Blocks
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operator_table import CASTS, LIBRARY
 from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writing_form

@@ -11,8 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks
 from gact_fx.graphs.compilers import interpret_graph, interpret_in_blocks
-from gact_fx.graphs.in_blocks import LEAST_NBYTES, Blocks, in_blocks
+from gact_fx.graphs.in_blocks import in_blocks
 
 SHAPE = (4, 64, 32, 64)
 NBYTES = 4 * 64 * 32 * 64 * 4
@@ -33,6 +34,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "two layouts": (lambda x, y: [(x + y).sigmoid()], [X, X.to(memory_format=torch.channels_last)]),
     "few rows": (lambda x: [x.exp().sin()], [torch.randn(3, 5, 200_000)]),
     "a vector's worth": (lambda x: [x.exp().sin()], [torch.randn(1, 400_000)]),
+    "sums": (lambda x: [(y := x.exp()).sum([0, 2]), (y * x).sum([0, 2], True), y.sin().sum([-1])], [X]),
+    "sums that are read": (lambda x: [((y := x.exp().sin()) - y.sum([0], True)) * y.sum([1], True)], [X]),
+    "a sum of two that begin apart": (lambda x, z: [(y := x.exp().sin()).sum([0]), (z.cos().sin() * y).sum([0, 2, 3])], [X, 2 * X]),
+    "a cast that is read behind a sum": (lambda x: [((y := x.double() + 1) - y.sum([0, 2, 3], True)).float()], [X]),
     "read in between": (lambda x: [(y := x.exp()).sin(), y.mean(), (y * 2).cos()], [X]),
 }  # fmt: skip
 

@@ -1,0 +1,92 @@
+"""Pointwise calls, and sums of what they make, as one function that runs block by block.
+
+Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
+question whether somebody sees every operator that runs).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+# A tensor is cut into so many blocks at most, and what has fewer bytes not at all.
+MOST_BLOCKS, LEAST_NBYTES = 16, 2**20
+# What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
+Run = Callable[[list[Any]], Any]
+
+
+# The dimensions over which a result is a sum, and whether it keeps them.
+Sum = tuple[Collection[int], bool]
+
+
+class Blocks:
+    """Calls of pointwise operators, and sums of what they make, as one function: of tensors, or numbers, a tuple.
+
+    ``run`` makes the calls, of a block or of all. ``sums`` says of every result whether it is a sum. What is none has
+    the shape of all that the calls make.
+    """
+
+    def __init__(self, name: str, run: Run, sums: Sequence[Sum | None]) -> None:
+        self.__name__, self._run, self._sums = name, run, sums
+
+    def __call__(self, *given: Any) -> Sequence[Any]:
+        """The results."""
+        return self.write(given, [])
+
+    def write(self, given: Sequence[Any], over: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """The results, written where they fit to those of the tensors ``given`` that nobody else reads, ``over``."""
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        if not is_plain or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
+            found: Sequence[Any] = self._run(list(given))
+            return found
+        shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        # The first dimension that is long enough. Of two elements the strides tell where they lie; of one they do not.
+        dimension = max(range(len(shape)), key=lambda d: (min(shape[d] // 2, MOST_BLOCKS), -d))
+        size, count = shape[dimension], max(min(shape[dimension] // 2, MOST_BLOCKS), 1)
+        axes = [_axis(dimension, how) for how in self._sums]
+        free = [x for x in over if x.shape == shape and x.untyped_storage().nbytes() == x.nbytes]
+        results: list[torch.Tensor] = []
+        for low, high in ((size * at // count, size * (at + 1) // count) for at in range(count)):
+            parts = self._run([_part(x, dimension - len(shape), size, low, high) for x in given])
+            if not results:
+                made = zip(parts, axes, strict=True)
+                results = [torch.zeros_like(x) if axis is None else _like(x, axis, size, free) for x, axis in made]
+            for result, part, axis in zip(results, parts, axes, strict=True):
+                if axis is None:
+                    result += part
+                else:
+                    result.narrow(axis, low, high - low).copy_(part)
+        return tuple(results)
+
+
+def _axis(dimension: int, how: Sum | None) -> int | None:
+    """Where a result has the ``dimension`` of what it is made of; None where it is summed over."""
+    if how is None:
+        return dimension
+    dims, keeps = how
+    return None if dimension in dims else dimension - (0 if keeps else sum(d < dimension for d in dims))
+
+
+def _part(x: Any, dimension: int, size: int, low: int, high: int) -> Any:
+    """The block of ``x`` in a dimension that counts from the last, or all of it, where it is the same in all blocks."""
+    has_blocks = isinstance(x, torch.Tensor) and x.dim() >= -dimension and x.shape[dimension] == size
+    return x.narrow(dimension, low, high - low) if has_blocks else x
+
+
+def _like(part: torch.Tensor, axis: int, size: int, free: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor for blocks such as ``part`` in dimension ``axis``, which has that ``size``; a ``free`` one if it can be.
+
+    Its dimensions are in memory in the order of a block's.
+    """
+    shape = [size if dimension == axis else n for dimension, n in enumerate(part.shape)]
+    strides, step = [0] * len(shape), 1
+    for dimension in sorted(range(len(shape)), key=lambda d: (part.stride(d), part.shape[d], -d)):
+        strides[dimension] = step
+        step *= shape[dimension]
+    for at, x in enumerate(free):
+        is_alike = list(x.shape) == shape and list(x.stride()) == strides
+        if is_alike and x.dtype == part.dtype and x.device == part.device:
+            return free.pop(at)
+    return torch.empty_strided(shape, strides, dtype=part.dtype, device=part.device)
