@@ -36,7 +36,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "a vector's worth": (lambda x: [x.exp().sin()], [torch.randn(1, 400_000)]),
     "sums": (lambda x: [(y := x.exp()).sum([0, 2]), (y * x).sum([0, 2], True), y.sin().sum([-1])], [X]),
     "sums that are read": (lambda x: [((y := x.exp().sin()) - y.sum([0], True)) * y.sum([1], True)], [X]),
-    "a sum of two that begin apart": (lambda x, z: [(y := x.exp().sin()).sum([0]), (z.cos().sin() * y).sum([0, 2, 3])], [X, 2 * X]),
+    "a sum of two that begin apart": (
+        lambda x, z: [(y := x.exp().sin()).sum([0]), (z.cos().sin() * y).sum([0, 2, 3])], [X, 2 * X],
+    ),
     "a cast that is read behind a sum": (lambda x: [((y := x.double() + 1) - y.sum([0, 2, 3], True)).float()], [X]),
     "read in between": (lambda x: [(y := x.exp()).sin(), y.mean(), (y * 2).cos()], [X]),
 }  # fmt: skip
