@@ -69,10 +69,11 @@ def _origin(view: fx.Node, whole: fx.Node) -> Sequence[fx.Node] | None:
 
 def _copy(look: Look, whole: fx.Node, view: fx.Node, path: Sequence[fx.Node], views: Sequence[fx.Node]) -> None:
     """Have the readers of ``view`` behind the peak read a copy that is made when ``whole`` is there."""
+    copies = {whole: whole}
     source = whole
     for node in path:
         with look.graph.inserting_after(source):
-            source = look.graph.node_copy(node, lambda _, before=source: before)
+            source = copies[node] = look.graph.node_copy(node, copies.__getitem__)
     with look.graph.inserting_after(source):
         part = add_call(look.graph, behind, (source, source), f"{view.name}_part")
     final = len(look.life.calls)

@@ -68,8 +68,9 @@ def _again(
     node: fx.Node, reader: fx.Node, cheap: Collection[fx.Node], place: tuple[int, int], twins: dict[_Place, fx.Node]
 ) -> fx.Node:
     """The twin of ``node`` for readers at ``place``, made before ``reader`` if there is none."""
-    if (node, *place) not in twins:
+    key = (node, *place)
+    if key not in twins:
         sources = {i: _again(i, reader, cheap, place, twins) for i in node.all_input_nodes if i in cheap}
         with reader.graph.inserting_before(reader):
-            twins[(node, *place)] = reader.graph.node_copy(node, lambda i: sources.get(i, i))
-    return twins[(node, *place)]
+            twins[key] = reader.graph.node_copy(node, lambda i: sources.get(i, i))
+    return twins[key]

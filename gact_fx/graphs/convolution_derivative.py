@@ -50,5 +50,6 @@ def differentiable_convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     """``aten.convolution_backward``, whose arguments it takes, with the derivative above."""
     *how, mask = rest
-    found: tuple[Tensor | None, ...] = _Backward.apply(gradient, x, weight, bias, tuple(how), mask)
+    run: Any = _Backward.apply
+    found: tuple[Tensor | None, ...] = run(gradient, x, weight, bias, tuple(how), mask)
     return found

@@ -40,7 +40,10 @@ def convolution_gradient(
         memory_format = torch.channels_last if gradient.dim() == 4 else torch.channels_last_3d
         gradient, weight = (x.contiguous(memory_format=memory_format) for x in (gradient, weight))
     longer = [0] * len(stride) if transposed else list(output_padding)
-    return torch.ops.aten.convolution(gradient, weight, None, stride, padding, dilation, not transposed, longer, groups)
+    found: Tensor = torch.ops.aten.convolution(
+        gradient, weight, None, stride, padding, dilation, not transposed, longer, groups
+    )
+    return found
 
 
 _library.impl("convolution_gradient", convolution_gradient, "CompositeExplicitAutograd")

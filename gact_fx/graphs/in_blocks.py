@@ -6,6 +6,7 @@ whole tensors it would be most of the peak of a step that is recorded.
 
 from collections.abc import Callable, Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -70,18 +71,17 @@ def _is_sum(node: fx.Node) -> bool:
     """Whether ``node`` is a sum, not of all, that may be added up of sums of blocks."""
     if node.target is not torch.ops.aten.sum.dim_IntList or node.kwargs or not node.args[1]:
         return False
-    value, source = (each.meta.get("val") for each in (node, node.all_input_nodes[0]))
-    is_tensor = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
+    dtypes = {each.meta["val"].dtype for each in (node, node.all_input_nodes[0])}
     # In 16 bits, sums of sums are rounded more often.
-    return is_tensor and value.dtype == source.dtype and value.dtype in (torch.float32, torch.float64)
+    return dtypes in ({torch.float32}, {torch.float64})
 
 
 def _sum_of(node: fx.Node) -> Sum | None:
     if _is_pointwise(node):
         return None
-    source, dims, *keeps = node.args
-    assert isinstance(source, fx.Node) and isinstance(dims, Sequence)
-    return {int(d) % source.meta["val"].dim() for d in dims}, bool(keeps and keeps[0])
+    arguments: tuple[Any, ...] = node.args
+    source, dims, *keeps = arguments
+    return {d % source.meta["val"].dim() for d in dims}, bool(keeps and keeps[0])
 
 
 def _is_pointwise(node: fx.Node) -> bool:

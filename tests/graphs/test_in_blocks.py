@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks
 from gact_fx.graphs.compilers import interpret_graph, interpret_in_blocks
+from gact_fx.graphs.compute_again import compute_again
 from gact_fx.graphs.in_blocks import in_blocks
 
 SHAPE = (4, 64, 32, 64)
@@ -83,6 +84,30 @@ def test_what_is_made_on_the_way_is_as_large_as_a_block() -> None:
     graph = graph_of(lambda x: [(x * (s := x.sigmoid())) * (1 + x * (1 - s))], X)
     assert peak(interpret_graph(graph), [X]) > 2.9 * NBYTES
     assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
+
+
+def test_a_cast_is_computed_again_behind_a_sum() -> None:
+    """There is the result, and nothing of 64 bits: neither for the sums, nor between these and what reads them."""
+
+    def centred(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.double()
+        sums = y.sum([0, 2], True), (y * y).sum([0, 2], True)
+        return [(y - sums[0] - sums[1]).float()]
+
+    graph = graph_of(centred, X)
+    assert peak(interpret_graph(graph), [X]) > 3.9 * NBYTES
+    assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
+
+
+def test_what_would_keep_more_alive_is_not_computed_again() -> None:
+    """Two sums of 64 bits each are one of 32 bits, which is what waits for its mean."""
+    graph = graph_of(
+        lambda a, b: [(y := (a.exp() @ a.exp() + b.exp() @ b.exp()).float()) - y.sum([0], True)],
+        *[torch.randn(1024, 1024, dtype=torch.float64) for _ in range(2)],
+    )
+    compute_again(graph.graph, set(graph.graph.nodes))
+    casts = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    assert len(casts) == 1
 
 
 @pytest.mark.parametrize("is_last", [True, False])
