@@ -12,7 +12,7 @@ from torch import fx
 
 from gact_fx.graphs.edit import add_call
 from gact_fx.graphs.live_memory import Span, storages
-from gact_fx.graphs.operators import packet_of, returns_alias
+from gact_fx.graphs.operators import packet_of, returns_alias, writes
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.backward_peak import Look, behind, tensor_in
 
@@ -31,6 +31,8 @@ def _keep(look: Look, span: Span) -> bool:
     if whole is None or whole.op != "call_function":
         return False
     views, late = _views(look, span, whole), []
+    if any(writes(view.target) for view in views):
+        return False
     for view in views:
         when = [look.life.at.get(user, len(look.life.calls)) for user in view.users if user not in views]
         if any(at == look.peak for at in when):

@@ -36,9 +36,9 @@ def convolution_gradient(
     ``output_padding``: by how much the input was longer, in each dimension, than the shortest one with such a result;
     not read where the convolution is a transposed one. ``channels_last``: the memory format to compute in.
     """
-    if channels_last:
-        memory_format = torch.channels_last if gradient.dim() == 4 else torch.channels_last_3d
-        gradient, weight = (x.contiguous(memory_format=memory_format) for x in (gradient, weight))
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if channels_last else {}
+    memory_format = formats.get(gradient.dim(), torch.contiguous_format)
+    gradient, weight = (x.contiguous(memory_format=memory_format) for x in (gradient, weight))
     longer = [0] * len(stride) if transposed else list(output_padding)
     found: Tensor = torch.ops.aten.convolution(
         gradient, weight, None, stride, padding, dilation, not transposed, longer, groups
