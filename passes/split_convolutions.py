@@ -29,7 +29,7 @@ def split_convolutions(pair: GraphPair, context: Context) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
         if 0 in parts and 1 in parts and _is_worth(node):
-            _split(graph, node, parts)
+            _split(graph, node, parts[0])
 
 
 def _is_worth(node: fx.Node) -> bool:
@@ -41,19 +41,19 @@ def _is_worth(node: fx.Node) -> bool:
     return is_plain and nbytes(source) >= LEAST_NBYTES
 
 
-def _split(graph: fx.Graph, node: fx.Node, parts: dict[Any, fx.Node]) -> None:
+def _split(graph: fx.Graph, node: fx.Node, part: fx.Node) -> None:
     arguments: tuple[Any, ...] = node.args
     gradient, _, weight, _, stride, padding, dilation, transposed, _, groups, mask = arguments
     node.args = (*arguments[:-1], [False, *mask[1:]])
     node.meta["val"] = (None, *node.meta["val"][1:])
     longer = [0] * len(stride) if transposed else _longer(*arguments[:7])
-    how = (stride, padding, dilation, transposed, longer, groups, _is_channels_last(parts[0].meta["val"]))
-    last = max(node, *(part for index, part in parts.items() if index))
-    with graph.inserting_after(last):
+    how = (stride, padding, dilation, transposed, longer, groups, _is_channels_last(part.meta["val"]))
+    # What reads the gradient may come before what takes the others out of the results.
+    with graph.inserting_after(node):
         operator = torch.ops.gact_fx.convolution_gradient.default
-        apart = add_call(graph, operator, (gradient, weight, *how), f"{parts[0].name}_apart")
-    parts[0].replace_all_uses_with(apart)
-    graph.erase_node(parts[0])
+        apart = add_call(graph, operator, (gradient, weight, *how), f"{part.name}_apart")
+    part.replace_all_uses_with(apart)
+    graph.erase_node(part)
 
 
 def _longer(

@@ -99,3 +99,16 @@ def test_the_input_is_gone_before_its_gradient_comes(monkeypatch: pytest.MonkeyP
         loss = model(x)
         peaks[least] = peak_bytes(partial(torch.clone, loss)).step
     assert peaks[0] < peaks[10**9] - 0.9 * 16 * x.nbytes
+
+
+def test_what_reads_the_gradient_may_be_the_next_call(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a part of it is copied: there it is not made behind the other gradients."""
+    monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
+    pair = trace(Wide(), torch.randn(2, 8, 8, 8), inner="inductor")
+    graph = pair.backward.graph
+    parts = {node.args: node for node in graph.nodes if "getitem" in str(node.target)}
+    first = min(node for (_, index), node in parts.items() if index == 0)
+    with graph.inserting_after(first):
+        graph.call_function(aten.neg.default, (first,))
+    run_pass("split_convolutions", pair)
+    graph.lint()
