@@ -16,20 +16,30 @@ from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call
 from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.sizes import is_symbolic
+from gact_fx.passes.backward_peak import Look
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
 # A smaller input is not worth the second call.
 LEAST_NBYTES = 2**20
+# The share of the peak from which on a convolution is split.
+NEAR = 0.8
 
 
 def split_convolutions(pair: GraphPair, context: Context) -> None:
-    """Edit backward in place."""
-    graph = pair.backward.graph
+    """Edit backward in place where the peak is near: two calls take somewhat longer than one."""
+    graph, look = pair.backward.graph, Look.at(pair, fused=context.config.inner == "inductor")
+    levels = dict(zip(look.life.calls, look.life.levels()[1:], strict=True))
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
-        if 0 in parts and 1 in parts and _is_worth(node):
+        is_near = levels[node] + _copy_nbytes(node) >= NEAR * look.level
+        if 0 in parts and 1 in parts and is_near and _is_worth(node):
             _split(graph, node, parts[0])
+
+
+def _copy_nbytes(node: fx.Node) -> int:
+    """Bytes of the copy that oneDNN may make of the input."""
+    return nbytes(node.all_input_nodes[1])
 
 
 def _is_worth(node: fx.Node) -> bool:

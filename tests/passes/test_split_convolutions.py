@@ -48,6 +48,7 @@ def test_gradients_are_the_same(
     inner: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(MODULE, "NEAR", 0)
     model, reference = (in_format(Convolutions(), memory_format) for _ in range(2))
     gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=10**9)
     for _ in range(3):
@@ -66,6 +67,7 @@ def test_small_ones_and_groups_stay_whole(
     trace: Trace, least: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", least)
+    monkeypatch.setattr(MODULE, "NEAR", 0)
     pair = trace(Convolutions(), image(), inner="inductor")
     run_pass("split_convolutions", pair)
     graph = pair.backward.graph
@@ -104,6 +106,7 @@ def test_the_input_is_gone_before_its_gradient_comes(monkeypatch: pytest.MonkeyP
 def test_what_reads_the_gradient_may_be_the_next_call(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a part of it is copied: there it is not made behind the other gradients."""
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(MODULE, "NEAR", 0)
     pair = trace(Wide(), torch.randn(2, 8, 8, 8), inner="inductor")
     graph = pair.backward.graph
     parts = {node.args: node for node in graph.nodes if "getitem" in str(node.target)}
@@ -112,3 +115,12 @@ def test_what_reads_the_gradient_may_be_the_next_call(trace: Trace, monkeypatch:
         graph.call_function(aten.neg.default, (first,))
     run_pass("split_convolutions", pair)
     graph.lint()
+
+
+def test_far_from_the_peak_one_call_computes_both(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 512, 3), nn.Conv2d(512, 8, 3))
+    pair = trace(model, torch.randn(2, 8, 32, 32, requires_grad=True), inner="inductor")
+    run_pass("split_convolutions", pair)
+    found = pair.backward.graph.find_nodes(op="call_function", target=GRADIENT)
+    assert [node.meta["val"].shape[1] for node in found] == [512]
