@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from gact_fx.graphs.mended_inductor import replaced_in
+
 # Loops that write fewer bytes share a function: a call takes about as long as writing some of these.
 LEAST_NBYTES = 2**18
 
@@ -29,8 +31,5 @@ def apart_kernels() -> Iterator[None]:
         written = (dep for node in self.kernel_group.scheduled_nodes for dep in node.read_writes.writes)
         return bool(usual(self)) or sum(dep.numbytes_hint() for dep in written) >= LEAST_NBYTES
 
-    scheduling.ready_to_flush = ready_to_flush
-    try:
+    with replaced_in(scheduling, "ready_to_flush", ready_to_flush):
         yield
-    finally:
-        scheduling.ready_to_flush = usual

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 MOST_BLOCKS, LEAST_NBYTES = 16, 2**20
 # What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
 Run = Callable[[list[Any]], Any]
-
-
 # The dimensions over which a result is a sum, and whether it keeps them.
 Sum = tuple[Collection[int], bool]
 

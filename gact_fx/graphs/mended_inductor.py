@@ -33,7 +33,7 @@ def _sound_fusion() -> Iterator[None]:
     if not can_fuse or hasattr(scheduling, "_align_compatible_range_nodes"):
         yield
         return
-    with _replaced(scheduling, "_can_fuse_nodes_with_compatible_ranges", lambda *nodes: False):
+    with replaced_in(scheduling, "_can_fuse_nodes_with_compatible_ranges", lambda *nodes: False):
         yield
 
 
@@ -49,10 +49,10 @@ def _sound_strides() -> Iterator[None]:
 
     module: Any = ir
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(_replaced(module, "get_fill_order", _with_guards(module.get_fill_order)))
+        replaced.enter_context(replaced_in(module, "get_fill_order", _with_guards(module.get_fill_order)))
         if hasattr(module.Layout, "_stride_expr_ge_or_false"):
             own = staticmethod(_is_no_less)
-            replaced.enter_context(_replaced(module.Layout, "_stride_expr_ge_or_false", own))
+            replaced.enter_context(replaced_in(module.Layout, "_stride_expr_ge_or_false", own))
         yield
 
 
@@ -82,7 +82,8 @@ def _with_guards(get_fill_order: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced_in(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` in this context."""
     # As it stands in the class: a static method that is read the usual way is a function.
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
