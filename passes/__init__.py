@@ -45,6 +45,7 @@ from gact_fx.passes.read_shapes import read_shapes
 from gact_fx.passes.read_values import read_values
 from gact_fx.passes.recompute_attention import recompute_attention
 from gact_fx.passes.scatter_late import scatter_late
+from gact_fx.passes.split_convolutions import split_convolutions
 from gact_fx.passes.spread_numbers import spread_numbers
 from gact_fx.passes.swap_codes import swap_codes
 from gact_fx.passes.weigh_exact_pair import weigh_exact_pair
@@ -82,6 +83,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("split_convolutions", split_convolutions, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),
     Pass("fuse_codec", fuse_codec, edits=BOTH, when=fuses),
     Pass("weigh_pair", weigh_pair, gives="memory"),
