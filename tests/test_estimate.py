@@ -93,7 +93,9 @@ def check_against_training(make: Callable[[], tuple[nn.Module, Any]], inner: str
     assert found.gradients == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("make", [mixed, convolutions, layers, broken])
+@pytest.mark.parametrize(
+    "make", [mixed, *(pytest.param(each, marks=pytest.mark.slow) for each in (convolutions, layers)), broken]
+)
 def test_bytes_and_peak_are_those_of_training(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     check_against_training(make, "eager")
 

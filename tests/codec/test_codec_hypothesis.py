@@ -227,7 +227,11 @@ def check_against_reference(
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(each, marks=[] if each in DTYPES[:2] else pytest.mark.slow) for each in DTYPES],
+    ids=str,
+)
 def test_kernel_matches_reference_everywhere(dtype: torch.dtype) -> None:
     """Every width, group size, rounding and kind of values, with tails; also run once per instruction set."""
     for group_size in GROUP_SIZES:

@@ -334,6 +334,7 @@ class Broken(nn.Module):
         return self.out(self.values(x) * (a - largest).exp()).square().mean()
 
 
+@pytest.mark.slow
 def test_statistics_of_earlier_graphs_are_not_said_to_be_freed() -> None:
     model, x = Broken(), torch.randn(256, 32)
     gact_fx.compile(model, budget_bits=8, min_elements=128, sample_batches=[x])

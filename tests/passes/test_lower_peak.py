@@ -92,7 +92,11 @@ def results(pair: GraphPair, model: nn.Module) -> list[torch.Tensor]:
 # The gradient of SiLU reads the sum of the stream, wherever it is computed itself.
 Smooth = partial(Stream, depth=4, act=F.silu)
 # Without Inductor batch norm is one operator, and what it gives is saved: there are no sums to compute again.
-NETWORKS = [(Stream, "inductor"), (Smooth, "inductor"), (Skips, "inductor"), (Skips, "eager")]
+NETWORKS = [
+    *(pytest.param(make, "inductor", marks=pytest.mark.slow) for make in (Stream, Smooth)),
+    (Skips, "inductor"),
+    (Skips, "eager"),
+]
 
 
 @pytest.mark.both_compilers
@@ -192,7 +196,7 @@ def test_training_has_the_gradients_it_had(
     assert relative_error(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("make", [Skips, Tokens])
+@pytest.mark.parametrize("make", [pytest.param(Skips, marks=pytest.mark.slow), Tokens])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_batches_of_other_sizes_run_the_same_graphs(make: Callable[[], nn.Module], inner: str) -> None:
     model = make()

@@ -75,7 +75,7 @@ def errors(model: Layers, inner: str) -> list[float]:
 
 @KINDS
 @RATES
-@pytest.mark.parametrize(("scale", "is_causal"), [(1.0, True), (8.0, False)])
+@pytest.mark.parametrize(("scale", "is_causal"), [pytest.param(1.0, True, marks=pytest.mark.slow), (8.0, False)])
 def test_gradients_stay_close(kind: str, rate: float, scale: float, is_causal: bool) -> None:
     model = Layers(kind, rate, scale, is_causal)
     assert max(errors(model, "eager")) < 0.03

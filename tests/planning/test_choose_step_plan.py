@@ -41,7 +41,7 @@ def measured(model: nn.Module) -> int:
     return peak.nbytes
 
 
-@pytest.mark.parametrize("activations", [5.5, 6])
+@pytest.mark.parametrize("activations", [5.5, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_peak_keeps_to_the_budget_and_uses_it(activations: float, caplog: pytest.LogCaptureFixture) -> None:
     budget = int(activations * NBYTES)
     model = gact_fx.compile(deep(), inner="eager", budget_bytes=budget)
@@ -55,7 +55,7 @@ def test_the_peak_keeps_to_the_budget_and_uses_it(activations: float, caplog: py
     assert "cannot be kept" not in caplog.text
 
 
-@pytest.mark.parametrize("slack", [1.02, 0.5])
+@pytest.mark.parametrize("slack", [1.02, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_graphs_that_need_more_than_was_predicted_are_a_warning(
     slack: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_story_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
         assert re.search(wanted, line), line
 
 
+@pytest.mark.slow
 def test_warnings_reach_programs_that_handle_no_log() -> None:
     """Nothing else does; a handler of theirs, or a level, takes the place of ours."""
     program = """

@@ -19,7 +19,7 @@ from gact_fx.graphs import recurrent_modules
 pytestmark = pytest.mark.skipif(
     not recurrent_modules.IS_FOLLOWED, reason="before torch 2.13 recurrent layers are left to eager PyTorch"
 )
-KINDS = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+KINDS = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, pytest.param(nn.RNN, marks=pytest.mark.slow)])
 # How many times fewer bytes at 8 bits than in eager PyTorch, whose RNN has one gate.
 LEAST = {nn.LSTM: 25, nn.GRU: 8, nn.RNN: 3}
 ROWS, STEPS, WIDTH = 8, 40, 64
@@ -141,7 +141,10 @@ def test_uncompile_leaves_nothing_behind() -> None:
     assert vars(model.rnn).keys() == before.keys()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate",
+    [pytest.param(copy.deepcopy, marks=pytest.mark.slow), lambda model: pickle.loads(pickle.dumps(model))],
+)
 def test_copies_run_and_can_be_compiled(duplicate: Any) -> None:
     model, x = gact_fx.compile(Tagger(nn.LSTM), budget_bits=8, inner="eager"), batch()
     trained(model, x)

@@ -113,7 +113,10 @@ def test_a_model_compiled_twice_or_over_torch_compile() -> None:
     assert gact_fx.inspect(model).ratio > 2
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate",
+    [pytest.param(copy.deepcopy, marks=pytest.mark.slow), lambda model: pickle.loads(pickle.dumps(model))],
+)
 def test_copies_and_their_original_do_not_touch_each_other(duplicate: Callable[[Any], Any]) -> None:
     model = gact_fx.compile(Mixed(), inner="eager", sample_batches=[mixed_batch()])
     train(model, *mixed_batch())
