@@ -92,13 +92,19 @@ class RowSymbol:
         return None
 
     def cut(self, fake: Any, value: Any, rows: int, few: int) -> Any:
-        """What ``value``, which has ``rows``, is for ``few`` of these: a size, or a copy of parts of a tensor.
+        """What ``value``, which has ``rows``, is for ``few`` of these.
 
         The rows are as far apart as they can be, since loaders may sort them, by length or by class.
+        """
+        return self.take(fake, value, rows, range(rows // few // 2, rows, rows // few)[:few])
+
+    def take(self, fake: Any, value: Any, rows: int, chosen: range) -> Any:
+        """What ``value``, which has ``rows``, is for the ``chosen`` ones: a size, or a copy of parts of a tensor.
 
         Raises:
             ValueError: a size depends on the rows, and is no multiple of them.
         """
+        few = len(chosen)
         if not self.is_in(fake):
             return value
         if not isinstance(value, torch.Tensor):
@@ -106,9 +112,9 @@ class RowSymbol:
         found = value.detach()
         for dimension, size in enumerate(fake.shape):
             if self.is_in(size):
-                taken, step = _share(value.shape[dimension], rows, few), rows // few
+                taken = _share(value.shape[dimension], rows, few)
                 every = found.unflatten(dimension, (rows, taken // few)).movedim(dimension, 0)
-                apart = every[step // 2 :: step][:few]
+                apart = every[chosen.start : chosen.stop : chosen.step]
                 found = apart.clone().movedim(0, dimension).flatten(dimension, dimension + 1)
         return found
 

@@ -1,12 +1,13 @@
 """A few rows of a batch stand for all of them: what is measured on these takes so much less memory.
 
 The step itself runs on the whole batch. Of it a few rows of what forward reads and of the tangents are kept, and when
-backward has ended the same graphs run on these, whose rows were traced as a size that varies.
+backward has ended the same graphs run on these, whose rows were traced as a size that varies: on one half of them after
+the other, unless rows depend on each other.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,17 +30,23 @@ from gact_fx.profiling.tied_rows import are_tied
 # The fewest rows that are measured, and the bytes that these save, uncompressed: of fewer, figures scatter.
 FEWEST = 2
 ENOUGH_NBYTES = 2**23
+# What the rows of a part save, uncompressed, at the least: fewer take little memory anyway, and whether biases of rows
+# point one way shows where they are measured together.
+PART_NBYTES = 2**24
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
+_aten = torch.ops.aten
+# What leaves out dimensions of one element is another operator where there is one row.
+_LEAVE_OUT_ROWS = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 
 
 @dataclass(eq=False)
 class FewRows:
     """A ``few`` of the ``rows`` of one call of a pair of graphs, by ``symbol``.
 
-    ``inputs`` are forward's, ``tangents`` backward's by name, ``squared_norm`` that of the whole batch's gradient; the
-    last two are there once `keep_tangents` and `keep_results` were called. ``sums_rows``: tangents that have rows say
-    something.
+    A row saves ``row_nbytes``, uncompressed. ``inputs`` are forward's, ``tangents`` backward's by name,
+    ``squared_norm`` that of the whole batch's gradient; the last two are there once `keep_tangents` and `keep_results`
+    were called. ``sums_rows``: tangents that have rows say something.
     """
 
     pair: GraphPair
@@ -47,6 +54,7 @@ class FewRows:
     symbol: RowSymbol
     rows: int
     few: int
+    row_nbytes: float
     inputs: Sequence[Any]
     tangents: dict[str, Any] = field(default_factory=dict)
     squared_norm: float = 0.0
@@ -70,13 +78,11 @@ class FewRows:
         few = next((count for count in counts if not are_tied(pair.forward.graph, symbol, count / rows)), None)
         if few is None:
             return None
-        written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_COPY)}
         cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
         # What has a history would hold it until the rows are measured. One tensor may be several inputs.
         without = {id(x): x.detach() for x in cut if isinstance(x, torch.Tensor) and not x.is_leaf}
         cut = [without.get(id(x), x) for x in cut]
-        kept = [x.clone() if node in written else x for node, x in zip(nodes, cut, strict=True)]
-        return cls(pair, analysis, symbol, rows, few, kept)
+        return cls(pair, analysis, symbol, rows, few, nbytes / rows, _without_written(pair, cut))
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -96,14 +102,57 @@ class FewRows:
         """Of the whole batch's backward pass."""
         self.squared_norm = sum(squared_norm(x) for x in results if _is_float(x))
 
-    def step(self) -> Step:
-        """Run forward on the rows; the step knows what share of the whole batch's variance theirs is."""
+    def recordings(self, parts: int) -> list[Callable[[], list[Step]]]:
+        """What runs forward on some of the rows, and gives their backward pass; to be measured one after the other.
+
+        ``parts`` is how many there are, unless rows depend on each other. A step knows by how many times the whole
+        batch's variance is that of its rows.
+
+        Raises:
+            ValueError: that cannot be told, or the rows have next to no gradient.
+        """
+        several = self._parts(parts)
+        try:
+            weights = [part.weight() for part in several]
+        except ValueError:
+            if len(several) == 1:
+                raise
+            # The loss of a part may have nothing to say, or be no number, where all of its labels are left out.
+            several, weights = [self], [self.weight()]
+        return [partial(part._weighed, weight) for part, weight in zip(several, weights, strict=True)]
+
+    def _weighed(self, weight: float) -> list[Step]:
+        return [replace(self._run()[0], weight=weight)]
+
+    def _parts(self, count: int) -> "list[FewRows]":
+        """The rows in ``count`` parts, or all in one where they depend on each other or take little memory."""
+        graphs = (self.pair.forward.graph, self.pair.backward.graph)
+        leaves_out = any(node.target in _LEAVE_OUT_ROWS for graph in graphs for node in graph.nodes)
+        is_small = self.few % count or self.few / count * self.row_nbytes < PART_NBYTES
+        if is_small or leaves_out or are_tied(graphs[0], self.symbol, self.few / count / self.rows):
+            return [self]
+        return [self._part(range(first, self.few, count)) for first in range(count)]
+
+    def _part(self, chosen: range) -> "FewRows":
+        fakes = [node.meta.get("val") for node in self.pair.forward.graph.find_nodes(op="placeholder")]
+        inputs = [self.symbol.take(fake, x, self.few, chosen) for fake, x in zip(fakes, self.inputs, strict=True)]
+        placeholders = {node.name: node for node in self.pair.backward.graph.find_nodes(op="placeholder")}
+        tangents = {
+            name: self.symbol.take(placeholders[name].meta.get("val"), value, self.few, chosen)
+            for name, value in self.tangents.items()
+        }
+        inputs = _without_written(self.pair, inputs)
+        return replace(self, few=len(chosen), inputs=inputs, tangents=tangents)
+
+    def _run(self) -> tuple[Step, float | None]:
+        """The backward pass of the rows, and their loss where forward gives one."""
         pair = self._pair_of_few()
         with self._without_trace():
             outputs = interpret_graph(self.pair.forward)(list(self.inputs))
         given = {saved.placeholder.name: outputs[saved.position] for saved in self.pair.saved_values()}
         given.update(self.tangents)
-        loss = next((float(x) for x in outputs[: self.pair.num_user_outputs] if _is_number(x)), None)
+        at = self._place_of_loss()
+        loss = None if at is None else float(outputs[at])
         # What the model returns, such as logits, may be most of what there is.
         del outputs
         arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
@@ -111,8 +160,7 @@ class FewRows:
         numbers: dict[int, int] = {}
         for output, position in pair.gradients_of_inputs().items():
             leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
-        step = Step(pair, self.analysis, arguments, leaves=leaves, outputs=[])
-        return replace(step, weight=self._weight(step, loss))
+        return Step(pair, self.analysis, arguments, leaves=leaves, outputs=[]), loss
 
     def _pair_of_few(self) -> GraphPair:
         """The same graphs, with backward's sizes as they are for the few rows."""
@@ -124,8 +172,8 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def _weight(self, step: Step, few: float | None) -> float:
-        """By how many times the variance of the whole batch's gradient is that of the rows', whose loss is ``few``.
+    def weight(self) -> float:
+        """By how many times the variance of the whole batch's gradient is that of the rows'.
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
         has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
@@ -134,11 +182,13 @@ class FewRows:
         Raises:
             ValueError: that cannot be told, or the rows have next to no gradient.
         """
+        step, few = self._run()
         with torch.no_grad():
             found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
         times = self.rows / self.few
         if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
+        del step
         if self.sums_rows:
             return times
         twice = self._loss_of_twice()
@@ -151,20 +201,24 @@ class FewRows:
 
     def _loss_of_twice(self) -> float | None:
         """The loss of the rows when each of them is there twice; None where the graph has none."""
+        at = self._place_of_loss()
+        if at is None:
+            return None
         forward = copy_module(self.pair.forward)
         output = forward.graph.output_node()
-        results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-        nodes = [node for node in results[: self.pair.num_user_outputs] if isinstance(node, fx.Node)]
-        numbers = [node for node in nodes if _is_number(node.meta.get("val"))]
-        if not numbers:
-            return None
+        results: Any = output.args[0]
         # Without the rest nothing is held for backward.
-        output.args = (tuple(numbers[:1]),)
+        output.args = ((results[at],),)
         forward.graph.eliminate_dead_code()
         fakes = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
         given = [self.symbol.repeat(fake, x, self.few) for fake, x in zip(fakes, self.inputs, strict=True)]
         with self._without_trace():
             return float(interpret_graph(forward)(given)[0])
+
+    def _place_of_loss(self) -> int | None:
+        """Which of forward's results is the first number, None where there is none."""
+        results = enumerate(self.pair.forward_outputs[: self.pair.num_user_outputs])
+        return next((at for at, x in results if isinstance(x, fx.Node) and _is_number(x.meta.get("val"))), None)
 
     @contextlib.contextmanager
     def _without_trace(self) -> Iterator[None]:
@@ -174,11 +228,15 @@ class FewRows:
             yield
 
 
+def _without_written(pair: GraphPair, inputs: Sequence[Any]) -> list[Any]:
+    """Forward's ``inputs`` with copies of those that it writes to."""
+    written = {user.args[0] for user in pair.forward.graph.find_nodes(op="call_function", target=_aten.copy_.default)}
+    nodes = pair.forward.graph.find_nodes(op="placeholder")
+    return [x.clone() if node in written else x for node, x in zip(nodes, inputs, strict=True)]
+
+
 def _is_number(x: Any) -> bool:
     return is_float_tensor(x) and all(not is_symbolic(size) and size == 1 for size in x.shape)
-
-
-_COPY = torch.ops.aten.copy_.default
 
 
 def _is_float(x: object) -> bool:

@@ -22,12 +22,15 @@ from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 log = logging.getLogger("gact_fx")
 # The sketch of what a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
 LeafGradients = Mapping[torch.Tensor, torch.Tensor]
+# Each gives backward passes of a step: those of all of its graphs, or that of some rows of one.
+Recordings = Sequence[Callable[[], list[Step]]]
 
 
 @dataclass(eq=False, repr=False)
 class Recorder:
-    """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs and the gradients of its
-    leaves. Of the steps right before it, so that there are ``consecutive``, it hands over the gradients alone.
+    """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs, or of some rows after
+    others, and the gradients of its leaves. Of the steps right before it, so that there are ``consecutive``, it hands
+    over the gradients alone.
 
     A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
     has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
@@ -37,7 +40,7 @@ class Recorder:
     ``narrow_bits``: the width of codes in a step of which a few rows are kept; its graphs run operator by operator.
     """
 
-    on_step: Callable[[list[Step], LeafGradients], None]
+    on_step: Callable[[Recordings, LeafGradients], None]
     every: int | None = None
     consecutive: int = 1
     on_next: Callable[[bool], None] = lambda is_due: None
@@ -241,7 +244,7 @@ class Recorder:
         self._is_asked_for &= not (steps or waits)
         if steps:
             is_due = self.every is None or self._begun % self.every == 0
-            self.on_step(steps if is_due else [], gradients)
+            self.on_step([lambda: steps] if is_due else [], gradients)
 
     def settle(self) -> None:
         """Hand over the last step, where it waits for its rows to be run: before the next one, when most training
@@ -254,16 +257,16 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for device_type in few.device_types:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-            steps = self._of_rows(few)
-            if steps:
-                self.on_step(steps, gradients)
+            recordings = self._recordings_of(few)
+            if recordings:
+                self.on_step(recordings, gradients)
 
     def _steps(self) -> list[Step]:
         few, self._few_rows = list(self._few_rows.values()), {}
         if self._tape is None or self._is_partial:
             return []
         if few:
-            return self._of_rows(few[0])
+            return [step for each in self._recordings_of(few[0], 1) for step in each()]
         breaks = self._tape.breaks()
         if breaks and not self._has_warned:
             self._has_warned = True
@@ -274,9 +277,9 @@ class Recorder:
             )  # fmt: skip
         return self._tape.steps()
 
-    def _of_rows(self, few: FewRows) -> list[Step]:
+    def _recordings_of(self, few: FewRows, parts: int = 2) -> Recordings:
         try:
-            return [few.step()]
+            return few.recordings(parts)
         except Exception as error:
             self._give_up(error)
             return []

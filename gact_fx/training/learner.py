@@ -1,13 +1,11 @@
 """What is learnt from the steps of training themselves, where there were no sample batches, or to plan again."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from gact_fx.errors import first_line
 from gact_fx.profiling.gradients import are_finite, squared_norm
-from gact_fx.profiling.recorder import LeafGradients
-from gact_fx.profiling.tape import Step
+from gact_fx.profiling.recorder import LeafGradients, Recordings
 from gact_fx.training.session import Session
 
 log = logging.getLogger("gact_fx")
@@ -29,20 +27,20 @@ class Learner:
         self._failures = 0
         self._not_finite = 0
 
-    def learn_from(self, steps: Sequence[Step], gradients: LeafGradients) -> None:
-        """Profile a step of training; without ``steps``, it ran the plan, right before a step to profile."""
+    def learn_from(self, recordings: Recordings, gradients: LeafGradients) -> None:
+        """Profile a step of training; without ``recordings``, it ran the plan, right before a step to profile."""
         last, self._last_gradients = self._last_gradients, {}
         if not are_finite(gradients.values()):
-            if steps:
+            if recordings:
                 self._report_not_finite()
             return
         self._not_finite = 0
-        variance = self._variance(last, gradients) if steps else None
-        if not steps or (variance is None and self._waits()):
+        variance = self._variance(last, gradients) if recordings else None
+        if not recordings or (variance is None and self._waits()):
             self._last_gradients = gradients
             return
         try:
-            self._session.learn(steps, variance, sum(map(squared_norm, gradients.values())))
+            self._session.learn(recordings, variance, sum(map(squared_norm, gradients.values())))
         except BaseException as error:
             self._report_failure(error)
             if not isinstance(error, Exception):

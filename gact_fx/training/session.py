@@ -19,6 +19,7 @@ from gact_fx.planning.budget import GraphTensors, is_better
 from gact_fx.planning.choose_step_plan import choose_step_plan, why_above_budget
 from gact_fx.planning.graph_profile import GraphProfile, merged
 from gact_fx.profiling.measure_step import measure_step
+from gact_fx.profiling.recorder import Recordings
 from gact_fx.profiling.tape import Step
 from gact_fx.training.check_plan import MeasuredStep, check_plan
 from gact_fx.training.lifecycle import Lifecycle, State
@@ -88,8 +89,6 @@ class Session:
         found.passes, found.plan_was_given = passes, self.plan_was_given
         return found
 
-    # Rewriting
-
     def rewrite(self, joint: JointGraph, *, profiling: bool = False) -> RewrittenGraph:
         """Rewrite ``joint`` by the plan (or all at the profiling width), and keep it."""
 
@@ -152,8 +151,6 @@ class Session:
             say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
             self.profile_next()
 
-    # Profiling
-
     def measure(self, steps: Sequence[Step], bar: Any = None) -> MeasuredStep | None:
         """Add the sensitivities of one training step to the profiles; None where its gradients are not finite."""
         if not all(step.is_finite for step in steps):
@@ -195,7 +192,7 @@ class Session:
             check_plan(latest, self.profiles, lambda: self.choose(warns=False), self.config.seed)
 
     def learn(
-        self, steps: Sequence[Step], minibatch_variance: float | None = None, squared_norm: float | None = None
+        self, recordings: Recordings, minibatch_variance: float | None = None, squared_norm: float | None = None
     ) -> None:
         """Profile a step of training: make the plan, or make it anew where the bits would change.
 
@@ -207,8 +204,11 @@ class Session:
             self.minibatch_variance = minibatch_variance
         known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
         try:
+            measured = None
             with profiling_bar() as bar:
-                measured = self.measure(steps, bar)
+                for recording in recordings:
+                    measured = None  # what was recorded of some rows must not be there while others are
+                    measured = self.measure(recording(), bar)
             if measured is None or not self.profiles:
                 self.profiles = known
                 return

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from gact_fx.config import Config
-from gact_fx.profiling.recorder import LeafGradients, Recorder
-from gact_fx.profiling.tape import Step
+from gact_fx.profiling.recorder import LeafGradients, Recorder, Recordings
 from gact_fx.training.backend import Backend
 from gact_fx.training.session import Session
 
@@ -29,7 +28,8 @@ class Watched:
         backend = Backend(session, interpreted=True, recorder=self.recorder)
         self.run = torch.compile(lambda x: self.model(x), backend=backend)
 
-    def take(self, steps: list[Step], gradients: LeafGradients) -> None:
+    def take(self, recordings: Recordings, gradients: LeafGradients) -> None:
+        steps = [step for recording in recordings for step in recording()]
         self.found.append((len(steps), list(gradients.values())))
 
     def step(self, scale: float) -> torch.Tensor:

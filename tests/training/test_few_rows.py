@@ -49,13 +49,13 @@ def small_graphs_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every step that is profiled on a few rows, how many of how many."""
     found: list[tuple[int, int]] = []
-    step = FewRows.step
+    recordings = FewRows.recordings
 
-    def noted(self: FewRows) -> object:
+    def noted(self: FewRows, parts: int) -> object:
         found.append((self.few, self.rows))
-        return step(self)
+        return recordings(self, parts)
 
-    monkeypatch.setattr(FewRows, "step", noted)
+    monkeypatch.setattr(FewRows, "recordings", noted)
     return found
 
 
@@ -253,10 +253,10 @@ def test_a_batch_is_profiled_whole_where_the_model_breaks_it_up(cut: list[tuple[
 def test_rows_that_cannot_be_cut_are_profiled_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: FewRows) -> object:
+    def fail(self: FewRows, parts: int) -> object:
         raise RuntimeError("no rows")
 
-    monkeypatch.setattr(FewRows, "step", fail)
+    monkeypatch.setattr(FewRows, "recordings", fail)
     torch.manual_seed(0)
     model = compiled(Net("mean"))
     for _ in range(3):
