@@ -24,8 +24,8 @@ from gact_fx.passes.backward_peak import Look
 from gact_fx.passes.pipeline import Context
 
 aten = torch.ops.aten
-# A smaller input is not worth the second call.
-LEAST_NBYTES = 2**20
+# A smaller input is not worth the second call, nor is a smaller share of the peak.
+LEAST_NBYTES, LEAST_SHARE = 2**20, 0.02
 # The share of the peak from which on a convolution is split.
 NEAR = 0.8
 _DTYPES = (torch.float32, torch.float64)
@@ -37,23 +37,23 @@ def split_convolutions(pair: GraphPair, context: Context) -> None:
     levels = dict(zip(look.life.calls, look.life.levels()[1:], strict=True))
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
-        is_near = levels[node] + _copy_nbytes(node) >= NEAR * look.level
-        if 0 in parts and 1 in parts and is_near and _is_worth(node):
+        is_near = levels[node] + _copies_nbytes(node) >= NEAR * look.level
+        if 0 in parts and 1 in parts and is_near and _is_worth(node, look.level):
             _split(graph, node, parts[0])
 
 
-def _copy_nbytes(node: fx.Node) -> int:
-    """Bytes of the copy that oneDNN may make of the input."""
-    return nbytes(node.all_input_nodes[1])
+def _copies_nbytes(node: fx.Node) -> int:
+    """Bytes of the copies that oneDNN may make of the gradient and the input."""
+    return sum(map(nbytes, node.all_input_nodes[:2]))
 
 
-def _is_worth(node: fx.Node) -> bool:
+def _is_worth(node: fx.Node, level: float) -> bool:
     arguments: tuple[Any, ...] = node.args
     gradient, source, weight, *_, groups, _ = arguments
     sizes = [size for x in (gradient, source, weight) for size in x.meta["val"].shape[2:]]
     # Of several groups, libraries compute transposed convolutions in other ways than gradients.
     is_plain = groups == 1 and gradient.meta["val"].dtype in _DTYPES and not any(map(is_symbolic, sizes))
-    return is_plain and nbytes(source) >= LEAST_NBYTES
+    return is_plain and nbytes(source) >= max(LEAST_NBYTES, LEAST_SHARE * level)
 
 
 def _split(graph: fx.Graph, node: fx.Node, part: fx.Node) -> None:

@@ -49,6 +49,7 @@ def test_gradients_are_the_same(
 ) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
     monkeypatch.setattr(MODULE, "NEAR", 0)
+    monkeypatch.setattr(MODULE, "LEAST_SHARE", 0)
     model, reference = (in_format(Convolutions(), memory_format) for _ in range(2))
     gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=10**9)
     for _ in range(3):
@@ -68,6 +69,7 @@ def test_small_ones_and_groups_stay_whole(
 ) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", least)
     monkeypatch.setattr(MODULE, "NEAR", 0)
+    monkeypatch.setattr(MODULE, "LEAST_SHARE", 0)
     pair = trace(Convolutions(), image(), inner="inductor")
     run_pass("split_convolutions", pair)
     graph = pair.backward.graph
@@ -79,6 +81,7 @@ def test_small_ones_and_groups_stay_whole(
 def test_those_of_16_bits_stay_whole(trace: Trace, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
     monkeypatch.setattr(MODULE, "NEAR", 0)
+    monkeypatch.setattr(MODULE, "LEAST_SHARE", 0)
     pair = trace(Convolutions().to(dtype), image().detach().to(dtype).requires_grad_(), inner="inductor")
     run_pass("split_convolutions", pair)
     assert not pair.backward.graph.find_nodes(op="call_function", target=GRADIENT)
@@ -116,6 +119,7 @@ def test_what_reads_the_gradient_may_be_the_next_call(trace: Trace, monkeypatch:
     """As where a part of it is copied: there it is not made behind the other gradients."""
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
     monkeypatch.setattr(MODULE, "NEAR", 0)
+    monkeypatch.setattr(MODULE, "LEAST_SHARE", 0)
     pair = trace(Wide(), torch.randn(2, 8, 8, 8), inner="inductor")
     graph = pair.backward.graph
     parts = {node.args: node for node in graph.nodes if "getitem" in str(node.target)}
