@@ -18,7 +18,7 @@ from torch import fx
 import gact_fx.graphs.convolution_gradient  # noqa: F401  (it defines the operator)
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call
-from gact_fx.graphs.live_memory import nbytes
+from gact_fx.graphs.live_memory import nbytes, workspace_nbytes
 from gact_fx.graphs.sizes import is_symbolic
 from gact_fx.passes.backward_peak import Look
 from gact_fx.passes.pipeline import Context
@@ -33,26 +33,28 @@ _DTYPES = (torch.float32, torch.float64)
 
 def split_convolutions(pair: GraphPair, context: Context) -> None:
     """Edit backward in place where the peak is near: two calls take somewhat longer than one."""
-    graph, look = pair.backward.graph, Look.at(pair, fused=context.config.inner == "inductor")
+    graph, fused = pair.backward.graph, context.config.inner == "inductor"
+    look = Look.at(pair, fused=fused)
     levels = dict(zip(look.life.calls, look.life.levels()[1:], strict=True))
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
-        is_near = levels[node] + _copies_nbytes(node) >= NEAR * look.level
+        # Without Inductor, the copies that oneDNN makes are in the levels.
+        is_near = levels[node] + fused * workspace_nbytes(node) >= NEAR * look.level
         if 0 in parts and 1 in parts and is_near and _is_worth(node, look.level):
             _split(graph, node, parts[0])
 
 
-def _copies_nbytes(node: fx.Node) -> int:
-    """Bytes of the copies that oneDNN may make of the gradient and the input."""
-    return sum(map(nbytes, node.all_input_nodes[:2]))
-
-
 def _is_worth(node: fx.Node, level: float) -> bool:
     arguments: tuple[Any, ...] = node.args
-    gradient, source, weight, *_, groups, _ = arguments
+    gradient, source, weight, _, stride, padding, dilation, transposed, output_padding, groups, _ = arguments
     sizes = [size for x in (gradient, source, weight) for size in x.meta["val"].shape[2:]]
     # Of several groups, libraries compute transposed convolutions in other ways than gradients.
     is_plain = groups == 1 and gradient.meta["val"].dtype in _DTYPES and not any(map(is_symbolic, sizes))
+    # One number for all dimensions; and a result so long that a strided convolution would give more than there was.
+    is_short = len({len(sizes) // 3, *map(len, (stride, padding, dilation))}) > 1
+    is_long = transposed and any(more >= step for more, step in zip(output_padding, stride, strict=False))
+    if is_short or is_long:
+        return False
     return is_plain and nbytes(source) >= max(LEAST_NBYTES, LEAST_SHARE * level)
 
 

@@ -145,7 +145,7 @@ class _Walk:
 
     def _workspaces(self) -> list[Span]:
         """What libraries have in memory for the length of a call."""
-        sizes = [(when, node, _workspace_nbytes(node)) for when, node in enumerate(self._nodes)]
+        sizes = [(when, node, workspace_nbytes(node)) for when, node in enumerate(self._nodes)]
         return [Span(-1 - when, node, when, when, nbytes, when, when) for when, node, nbytes in sizes if nbytes]
 
     def _find_reads(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -211,10 +211,11 @@ class _Walk:
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
 
 
-def _workspace_nbytes(node: fx.Node) -> int:
+def workspace_nbytes(node: fx.Node) -> int:
     """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
     is_backward = packet_of(node) is aten.convolution_backward
-    if not is_backward and packet_of(node) is not aten.convolution:
+    is_gradient = str(node.target) == "gact_fx.convolution_gradient.default"
+    if not is_backward and not is_gradient and packet_of(node) is not aten.convolution:
         return 0
     values = [x.meta["val"] for x in (node.all_input_nodes[:2] if is_backward else (node.all_input_nodes[0], node))]
     if any(x.device.type != "cpu" or x.dim() != 4 or x.stride()[1] == 1 for x in values):

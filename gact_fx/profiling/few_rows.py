@@ -6,6 +6,7 @@ the other, unless rows depend on each other.
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.errors import first_line
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.edit import copy_module, is_float_tensor
@@ -27,6 +29,7 @@ from gact_fx.profiling.gradients import squared_norm
 from gact_fx.profiling.tape import Step
 from gact_fx.profiling.tied_rows import are_tied
 
+log = logging.getLogger("gact_fx")
 # The fewest rows that are measured, and the bytes that these save, uncompressed: of fewer, figures scatter.
 FEWEST = 2
 ENOUGH_NBYTES = 2**23
@@ -36,8 +39,16 @@ PART_NBYTES = 2**23
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
 _aten = torch.ops.aten
-# What leaves out dimensions of one element is another operator where there is one row.
-_LEAVE_OUT_ROWS = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+# By how many times the squared norms of the gradients of parts may differ: means over more or fewer labels count alike.
+ALIKE = 4.0
+# Which argument has the dimensions of operators that are others where there is one row.
+_OTHERS_OF_ONE_ROW = {
+    _aten.squeeze.default: None,
+    _aten.squeeze.dim: 1,
+    _aten.squeeze.dims: 1,
+    _aten.flip.default: 1,
+    _aten.roll.default: 2,
+}
 
 
 @dataclass(eq=False)
@@ -82,7 +93,7 @@ class FewRows:
         # What has a history would hold it until the rows are measured. One tensor may be several inputs.
         without = {id(x): x.detach() for x in cut if isinstance(x, torch.Tensor) and not x.is_leaf}
         cut = [without.get(id(x), x) for x in cut]
-        return cls(pair, analysis, symbol, rows, few, nbytes / rows, _without_written(pair, cut))
+        return cls(pair, analysis, symbol, rows, few, nbytes / rows, cut)
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -112,14 +123,22 @@ class FewRows:
             ValueError: that cannot be told, or the rows have next to no gradient.
         """
         several = self._parts(parts)
-        try:
-            weights = [part.weight() for part in several]
-        except ValueError:
-            if len(several) == 1:
-                raise
-            # The loss of a part may have nothing to say, or be no number, where all of its labels are left out.
-            several, weights = [self], [self.weight()]
+        weights = self._weights_of(several) if len(several) > 1 else []
+        if not weights:
+            several, weights = [self], [self.weight()[0]]
         return [partial(part._weighed, weight) for part, weight in zip(several, weights, strict=True)]
+
+    def _weights_of(self, parts: "Sequence[FewRows]") -> list[float]:
+        """The weights of parts, none where these are to be measured together: they do not count alike, or one fails.
+
+        The loss of a part is no number where all of its labels are left out.
+        """
+        try:
+            weights, norms = zip(*(part.weight() for part in parts), strict=True)
+        except Exception as error:
+            log.info("rows are measured together: of one alone, profiling failed with %s", first_line(error))
+            return []
+        return list(weights) if self.sums_rows or max(norms) <= ALIKE * min(norms) else []
 
     def _weighed(self, weight: float) -> list[Step]:
         return [replace(self._run()[0], weight=weight)]
@@ -127,11 +146,19 @@ class FewRows:
     def _parts(self, count: int) -> "list[FewRows]":
         """The rows in ``count`` parts, or all in one where they depend on each other or take little memory."""
         graphs = (self.pair.forward.graph, self.pair.backward.graph)
-        leaves_out = any(node.target in _LEAVE_OUT_ROWS for graph in graphs for node in graph.nodes)
         is_small = self.few % count or self.few / count * self.row_nbytes < PART_NBYTES
-        if is_small or leaves_out or are_tied(graphs[0], self.symbol, self.few / count / self.rows):
+        if count == 1 or is_small or any(self._is_other_of_one_row(node) for graph in graphs for node in graph.nodes):
+            return [self]
+        if are_tied(graphs[0], self.symbol, self.few / count / self.rows):
             return [self]
         return [self._part(range(first, self.few, count)) for first in range(count)]
+
+    def _is_other_of_one_row(self, node: fx.Node) -> bool:
+        if node.target not in _OTHERS_OF_ONE_ROW:
+            return False
+        at, shape = _OTHERS_OF_ONE_ROW[node.target], node.all_input_nodes[0].meta["val"].shape
+        given: Any = node.args[at] if at is not None and at < len(node.args) else range(len(shape))
+        return any(self.symbol.is_in(shape[dim]) for dim in ([given] if isinstance(given, int) else given))
 
     def _part(self, chosen: range) -> "FewRows":
         fakes = [node.meta.get("val") for node in self.pair.forward.graph.find_nodes(op="placeholder")]
@@ -141,14 +168,13 @@ class FewRows:
             name: self.symbol.take(placeholders[name].meta.get("val"), value, self.few, chosen)
             for name, value in self.tangents.items()
         }
-        inputs = _without_written(self.pair, inputs)
         return replace(self, few=len(chosen), inputs=inputs, tangents=tangents)
 
     def _run(self) -> tuple[Step, float | None]:
         """The backward pass of the rows, and their loss where forward gives one."""
         pair = self._pair_of_few()
         with self._without_trace():
-            outputs = interpret_graph(self.pair.forward)(list(self.inputs))
+            outputs = interpret_graph(self.pair.forward)(_without_written(self.pair, self.inputs))
         given = {saved.placeholder.name: outputs[saved.position] for saved in self.pair.saved_values()}
         given.update(self.tangents)
         at = self._place_of_loss()
@@ -172,8 +198,8 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def weight(self) -> float:
-        """By how many times the variance of the whole batch's gradient is that of the rows'.
+    def weight(self) -> tuple[float, float]:
+        """By how many times the variance of the whole batch's gradient is that of the rows', and its squared norm.
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
         has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
@@ -185,18 +211,18 @@ class FewRows:
         step, few = self._run()
         with torch.no_grad():
             found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
+        del step
         times = self.rows / self.few
         if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
-        del step
         if self.sums_rows:
-            return times
+            return times, found
         twice = self._loss_of_twice()
         share = twice / few if twice is not None and few else math.nan
         if 2**-0.5 < share < 2**0.5:
-            return 1 / times
+            return 1 / times, found
         if 2**0.5 < share < 2**1.5:
-            return times
+            return times, found
         raise ValueError(f"whether a loss of {few} is a mean or a sum, one of {twice} for twice the rows does not tell")
 
     def _loss_of_twice(self) -> float | None:
@@ -211,7 +237,8 @@ class FewRows:
         output.args = ((results[at],),)
         forward.graph.eliminate_dead_code()
         fakes = [node.meta.get("val") for node in forward.graph.find_nodes(op="placeholder")]
-        given = [self.symbol.repeat(fake, x, self.few) for fake, x in zip(fakes, self.inputs, strict=True)]
+        inputs = _without_written(self.pair, self.inputs)
+        given = [self.symbol.repeat(fake, x, self.few) for fake, x in zip(fakes, inputs, strict=True)]
         with self._without_trace():
             return float(interpret_graph(forward)(given)[0])
 

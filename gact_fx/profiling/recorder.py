@@ -257,7 +257,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for device_type in few.device_types:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-            recordings = self._recordings_of(few)
+            recordings = self._tried(lambda: few.recordings(parts=2))
             if recordings:
                 self.on_step(recordings, gradients)
 
@@ -266,7 +266,7 @@ class Recorder:
         if self._tape is None or self._is_partial:
             return []
         if few:
-            return [step for each in self._recordings_of(few[0], 1) for step in each()]
+            return self._tried(lambda: few[0].recordings(parts=1)[0]())
         breaks = self._tape.breaks()
         if breaks and not self._has_warned:
             self._has_warned = True
@@ -277,9 +277,9 @@ class Recorder:
             )  # fmt: skip
         return self._tape.steps()
 
-    def _recordings_of(self, few: FewRows, parts: int = 2) -> Recordings:
+    def _tried(self, run: Callable[[], list[Any]]) -> list[Any]:
         try:
-            return few.recordings(parts)
+            return run()
         except Exception as error:
             self._give_up(error)
             return []

@@ -202,13 +202,15 @@ class Session:
         self.squared_norm = squared_norm
         if minibatch_variance is not None:
             self.minibatch_variance = minibatch_variance
-        known, self.profiles = self.profiles, {} if self.plan is not None else dict(self.profiles)
+        known, self.profiles = self.profiles, {} if self.plan is not None else merged([self.profiles])
         try:
             measured = None
             with profiling_bar() as bar:
                 for recording in recordings:
                     measured = None  # what was recorded of some rows must not be there while others are
                     measured = self.measure(recording(), bar)
+                    if measured is None:
+                        break
             if measured is None or not self.profiles:
                 self.profiles = known
                 return

@@ -1,6 +1,8 @@
 """Both gradients of a convolution are computed one after the other."""
 
+import copy
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -77,6 +79,31 @@ def test_small_ones_and_groups_stay_whole(
     assert len(graph.find_nodes(op="call_function", target=aten.convolution_backward.default)) == 4
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.Conv2d, 8, 8, 3, stride=[2]),
+        partial(nn.ConvTranspose2d, 8, 8, 3, stride=1, dilation=2, padding=1, output_padding=1),
+        partial(nn.ConvTranspose2d, 8, 8, 3, stride=2, dilation=3, output_padding=2),
+        partial(nn.ConvTranspose2d, 8, 8, 3, stride=2, dilation=2, output_padding=1),
+        partial(nn.Conv2d, 8, 8, 3, stride=3, dilation=2, padding=2),
+        partial(nn.Conv2d, 8, 8, 3, padding="same", padding_mode="reflect"),
+    ],
+)
+def test_gradients_of_unusual_convolutions(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_NBYTES", "NEAR", "LEAST_SHARE"):
+        monkeypatch.setattr(MODULE, name, 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), make(), nn.Tanh())
+    reference = copy.deepcopy(model)
+    gact_fx.compile(model, budget_bits=8, inner="eager", min_elements=10**9)
+    for _ in range(2):
+        for network in (model, reference):
+            network.zero_grad()
+            network(image()).square().mean().backward()
+    assert relative_error(gradients(model), gradients(reference)) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_those_of_16_bits_stay_whole(trace: Trace, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "LEAST_NBYTES", 0)
@@ -99,7 +126,6 @@ class Wide(nn.Module):
         return self.two(self.one(x)).square().mean()
 
 
-@pytest.mark.both_compilers
 def test_the_input_is_gone_before_its_gradient_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = {}
     # In other memory formats libraries make copies of their own.

@@ -89,21 +89,66 @@ def test_a_row_without_labels_is_measured_with_another(measured: list[int]) -> N
     assert measured == [2]
 
 
+def test_rows_of_which_one_has_few_labels_are_measured_together(measured: list[int]) -> None:
+    """Alone, one label would count as much as all of another row."""
+    x, labels = batch()
+    labels[:4, 1:] = -1
+    found, expected = variance_of(Net(), x, labels), variance_of(Net(), x, labels, dynamic=False)
+    assert measured == [2] and found == pytest.approx(expected, rel=0.5)
+
+
+def test_where_one_row_cannot_be_run_two_are(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = FewRows.weight
+
+    def fails(self: FewRows) -> tuple[float, float]:
+        if self.few == 1:
+            raise ZeroDivisionError
+        return weight(self)
+
+    monkeypatch.setattr(FewRows, "weight", fails)
+    assert variance_of(Net(), *batch()) > 0
+    assert measured == [2]
+
+
+class Writing(nn.Module):
+    """Writes to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x.div_(10)).relu()).square().mean()
+
+
+def test_rows_that_forward_writes_to_are_as_they_came_whenever_they_run(measured: list[int]) -> None:
+    found, expected = variance_of(Writing(), *batch()), variance_of(Writing(), *batch(), dynamic=False)
+    assert measured == [1, 1] and found == pytest.approx(expected, rel=0.3)
+
+
 def test_small_rows_are_measured_together(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "PART_NBYTES", 2**24)
     variance_of(Net(), *batch())
     assert measured == [2]
 
 
-@pytest.mark.parametrize("squeeze", [torch.squeeze, lambda x: x.squeeze(0)])
-def test_of_one_row_a_dimension_might_be_left_out(
-    squeeze: Callable[[torch.Tensor], torch.Tensor], measured: list[int]
+@pytest.mark.parametrize(
+    ("act", "rows"),
+    [
+        (lambda x: x.squeeze().relu(), [2]),
+        (lambda x: x.squeeze(0).relu(), [2]),
+        (lambda x: (x + x.flip(0)).relu(), [2]),
+        (lambda x: (x + x.roll(1, 0)).relu(), [2]),
+        (lambda x: x.unsqueeze(1).relu().squeeze(1), [1, 1]),
+        (lambda x: (x + x.flip(-1)).relu(), [1, 1]),
+    ],
+)
+def test_what_one_row_would_compute_otherwise_is_measured_on_two(
+    act: Callable[[torch.Tensor], torch.Tensor], rows: list[int], measured: list[int]
 ) -> None:
-    def act(x: torch.Tensor) -> torch.Tensor:
-        return squeeze(x).relu()
-
     variance_of(Net(act), *batch())
-    assert measured == [2]
+    assert measured == rows
 
 
 def test_training_is_as_it_was_without(measured: list[int]) -> None:
