@@ -82,7 +82,7 @@ def test_small_ones_and_groups_stay_whole(
 @pytest.mark.parametrize(
     "make",
     [
-        partial(nn.Conv2d, 8, 8, 3, stride=[2]),
+        partial(nn.Conv2d, 8, 8, 3, stride=[2]),  # type: ignore[arg-type]
         partial(nn.ConvTranspose2d, 8, 8, 3, stride=1, dilation=2, padding=1, output_padding=1),
         partial(nn.ConvTranspose2d, 8, 8, 3, stride=2, dilation=3, output_padding=2),
         partial(nn.ConvTranspose2d, 8, 8, 3, stride=2, dilation=2, output_padding=1),
