@@ -35,7 +35,7 @@ FEWEST = 2
 ENOUGH_NBYTES = 2**23
 # What the rows of a part save, uncompressed, at the least: fewer take little memory anyway, and whether biases of rows
 # point one way shows where they are measured together.
-PART_NBYTES = 2**23
+PART_NBYTES = 2**22
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
 _aten = torch.ops.aten
