@@ -54,6 +54,7 @@ def test_a_directory_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(plan: Path) -> None:
     command = f"{sys.executable} -m gact_fx report {plan} | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)

@@ -188,6 +188,7 @@ def test_graph_nets_have_the_gradients_of_autograd(name: str) -> None:
     assert any(row.encoding == "quantize" for row in gact_fx.inspect(model).rows)
 
 
+@pytest.mark.slow
 def test_cora() -> None:
     pytest.importorskip("torch_geometric")
     example = pytest.importorskip("train_on_cora")

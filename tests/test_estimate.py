@@ -143,6 +143,7 @@ def test_noise_is_measured_where_it_is_asked_for() -> None:
     assert found.held == pytest.approx(without.held, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     model, batch = layers()
     found = gact_fx.estimate(model, batch, loss_fn=loss_of, inner="eager", memory="8MB")
@@ -228,6 +229,7 @@ def test_the_command_line_takes_a_function(
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     sizes = [

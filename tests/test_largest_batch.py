@@ -29,6 +29,7 @@ def test_memory_that_does_not_grow_has_no_largest_batch() -> None:
         largest.largest_batch(measured(0, 0), 1e9)
 
 
+@pytest.mark.slow
 def test_the_line_foretells_another_batch(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w") as log:
         around = Surroundings(str(tmp_path / "cache"), log, 600)

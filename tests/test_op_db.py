@@ -15,7 +15,7 @@ def _cases() -> list[Any]:
     for index, op in enumerate(OPERATORS):
         name = f"{op.name} {op.variant_test_name}".strip()
         # Sorting alone takes half a minute.
-        marks = [] if index % 25 == 0 and op.name != "sort" else [pytest.mark.slow]
+        marks = [] if index % 40 == 0 and op.name != "sort" else [pytest.mark.slow]
         found.append(pytest.param(op, id=name, marks=marks))
     return found
 

@@ -35,6 +35,7 @@ def test_hooks_are_noisier_at_fewer_bits() -> None:
     assert 0 < at_8 < 0.02 < at_4 < 0.5
 
 
+@pytest.mark.slow
 def test_hooks_hold_less_than_eager() -> None:
     held = {method: Training(case(method)).memory()["held"] for method in ("eager", "hooks-8", "hooks-4")}
     assert held["hooks-4"] < 0.7 * held["hooks-8"] and held["hooks-8"] < 0.5 * held["eager"]

@@ -238,7 +238,13 @@ def test_several_passes_and_several_backward_passes() -> None:
     assert error(*found) < 0.01
 
 
-@pytest.mark.parametrize("how", ["a weight each", "one layer", "one weight in graphs of its own"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "one weight in graphs of its own",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("a weight each", "one layer")),
+    ],
+)
 def test_the_gradient_error_is_that_which_is_predicted(how: str) -> None:
     """Errors of one activation's codes reach one weight's gradient several times over."""
     model, batches = CrossAttended(), [torch.randn(ROWS, WIDTH) for _ in range(2)]

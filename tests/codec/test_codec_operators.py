@@ -97,7 +97,7 @@ def test_has_compiled_kernels_for_unknown_device() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["[torch.float32]", pytest.param("", marks=pytest.mark.slow, id="of all dtypes")])
-@pytest.mark.parametrize("capability", ["avx2", "baseline"])
+@pytest.mark.parametrize("capability", ["avx2", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_every_instruction_set(capability: str, dtype: str) -> None:
     """`make sanitize` has all dtypes, too."""
     tests = os.path.join(os.path.dirname(__file__), "test_codec_hypothesis.py")

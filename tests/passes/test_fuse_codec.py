@@ -111,6 +111,7 @@ def test_dynamic_shapes() -> None:
             assert (a - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.slow
 def test_devices_without_compiled_operators_are_fused_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package's attribute of the pass's name is the function.
     for module in ("gact_fx.passes.fuse_codec", "gact_fx.diagnostics.collect"):

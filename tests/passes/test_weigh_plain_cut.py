@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from activation_bytes import activation_bytes
 from conftest import Mixed, mixed_batch
@@ -66,6 +67,7 @@ def test_what_torch_compile_holds_is_known_to_the_byte() -> None:
     assert plain(ours).held == held(reference, x)
 
 
+@pytest.mark.slow
 def test_a_share_is_of_the_same_whatever_is_computed_again() -> None:
     found = []
     for recompute in ("off", "auto", "full"):

@@ -34,6 +34,7 @@ def test_freed_memory_is_given_back() -> None:
     assert int(done.stdout) > 50e6
 
 
+@pytest.mark.slow
 def test_it_is_given_back_before_every_plan_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(freed_memory, "give_back", lambda: calls.append(""))

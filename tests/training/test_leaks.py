@@ -30,7 +30,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", ["compile", "backend"])
+@pytest.mark.parametrize("way", ["compile", pytest.param("backend", marks=pytest.mark.slow)])
 def test_no_batch_and_no_activation_outlives_its_step(way: str, inner: str) -> None:
     model = Broken()
     compiled = (

@@ -19,7 +19,9 @@ from gact_fx.graphs import recurrent_modules
 pytestmark = pytest.mark.skipif(
     not recurrent_modules.IS_FOLLOWED, reason="before torch 2.13 recurrent layers are left to eager PyTorch"
 )
-KINDS = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, pytest.param(nn.RNN, marks=pytest.mark.slow)])
+KINDS = pytest.mark.parametrize(
+    "kind", [nn.LSTM, *(pytest.param(each, marks=pytest.mark.slow) for each in (nn.GRU, nn.RNN))]
+)
 # How many times fewer bytes at 8 bits than in eager PyTorch, whose RNN has one gate.
 LEAST = {nn.LSTM: 25, nn.GRU: 8, nn.RNN: 3}
 ROWS, STEPS, WIDTH = 8, 40, 64

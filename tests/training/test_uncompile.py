@@ -97,6 +97,7 @@ def test_graphs_of_an_older_plan_are_freed() -> None:
     assert older() is None and session.graphs[0].pair.forward is not None
 
 
+@pytest.mark.slow
 def test_a_model_compiled_twice_or_over_torch_compile() -> None:
     model, batch = Mixed(), mixed_batch()
     model.compile(backend="aot_eager")
