@@ -222,7 +222,7 @@ def workspace_nbytes(node: fx.Node) -> int:
         return 0
     sizes = [hint(x.numel()) * x.dtype.itemsize for x in values]
     # In forward the copy of the input is gone before the result is copied back.
-    return sum(sizes) if is_backward else max(sizes)
+    return sum(sizes) if is_backward or is_gradient else max(sizes)
 
 
 def nbytes(node: fx.Node) -> int:
