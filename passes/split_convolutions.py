@@ -4,9 +4,9 @@
 them. In truth only the weight's gradient needs the input. Computed first, by itself, that one frees the input, and the
 copy that oneDNN makes of it, before there is memory for the input's gradient. Both are computed as before.
 
-Convolutions in 16 bits stay whole. Some of oneDNN's kernels for AMX read beyond the end of a tensor whose channels are
-not a multiple of 32, and NaN comes of what lies there (oneDNN's issue 5717, of its matrix products). The transposed
-convolution that stands for a gradient gave such NaN in a small DenseNet under bfloat16 autocast.
+Convolutions in 16 bits stay whole. On a processor with AMX, split ones gave NaN in a small DenseNet under bfloat16
+autocast; on one without AMX they did not. oneDNN's issue 5717 may be why: matrix products on AMX read beyond the end of
+what they are given where its length is no multiple of 32, and NaN comes of what lies there.
 """
 
 from operator import getitem
