@@ -125,7 +125,8 @@ class FewRows:
         several = self._parts(parts)
         weights = self._weights_of(several) if len(several) > 1 else []
         if not weights:
-            several, weights = [self], [self.weight()[0]]
+            steps = self._weighed()
+            return [lambda: steps]
         return [partial(part._weighed, weight) for part, weight in zip(several, weights, strict=True)]
 
     def _weights_of(self, parts: "Sequence[FewRows]") -> list[float]:
@@ -140,8 +141,9 @@ class FewRows:
             return []
         return list(weights) if self.sums_rows or max(norms) <= ALIKE * min(norms) else []
 
-    def _weighed(self, weight: float) -> list[Step]:
-        return [replace(self._run()[0], weight=weight)]
+    def _weighed(self, weight: float | None = None) -> list[Step]:
+        step, loss = self._run()
+        return [replace(step, weight=self._weigh(step, loss)[0] if weight is None else weight)]
 
     def _parts(self, count: int) -> "list[FewRows]":
         """The rows in ``count`` parts, or all in one where they depend on each other or take little memory."""
@@ -208,10 +210,12 @@ class FewRows:
         Raises:
             ValueError: that cannot be told, or the rows have next to no gradient.
         """
-        step, few = self._run()
+        return self._weigh(*self._run())
+
+    def _weigh(self, step: Step, few: float | None) -> tuple[float, float]:
+        """The same of rows whose backward pass is ``step``, and whose loss is ``few``."""
         with torch.no_grad():
             found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
-        del step
         times = self.rows / self.few
         if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")

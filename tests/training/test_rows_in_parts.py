@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[weakref.ref[Step]] = []
     weighed, measure = FewRows._weighed, Session.measure
 
-    def noted(self: FewRows, weight: float) -> list[Step]:
+    def noted(self: FewRows, weight: float | None = None) -> list[Step]:
         assert all(step() is None for step in steps)
         found.append(self.few)
         return weighed(self, weight)
