@@ -33,9 +33,18 @@ _WAYS = (keep_parts, decode_again, add_values, add_gradients, decode_again_for_g
 
 def lower_peak(pair: GraphPair, context: Context) -> None:
     """Edit backward in place, or leave it as it is where the peak would hardly fall."""
-    graph, fused = pair.backward.graph, context.config.inner == "inductor"
-    if any(is_spelled_out(node, context) for node in graph.nodes) or _writes_inputs(pair):
+    if not any(is_spelled_out(node, context) for node in pair.backward.graph.nodes):
+        lower(pair, fused=context.config.inner == "inductor")
+
+
+def lower(pair: GraphPair, *, fused: bool, patience: int = _PATIENCE) -> None:
+    """`lower_peak` for backward that runs in loops, ``fused``, or operator by operator.
+
+    It ends when more than ``patience`` rounds in a row have found no lower peak.
+    """
+    if _writes_inputs(pair):
         return
+    graph = pair.backward.graph
     best = copy.deepcopy(graph)
     lowest, bound, unfruitful = math.inf, Look.at(pair, fused=fused).level * _WORTH, 0
     _share(graph)
@@ -45,7 +54,7 @@ def lower_peak(pair: GraphPair, context: Context) -> None:
         lowest = min(lowest, look.level)
         if unfruitful == 0 and lowest <= bound:
             best = copy.deepcopy(graph)
-        if unfruitful > _PATIENCE or not any(lower(look) for lower in _WAYS):
+        if unfruitful > patience or not any(way(look) for way in _WAYS):
             break
     # The last rounds may have found nothing lower, and all of them too little: that would cost time for nothing.
     pair.backward.graph = best

@@ -55,7 +55,7 @@ def convolutions() -> tuple[nn.Module, Any]:
 def layers() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     block = [nn.Linear(128, 128), nn.LayerNorm(128), nn.SiLU()]
-    return nn.Sequential(*copy.deepcopy(block), *copy.deepcopy(block), nn.Linear(128, 8)), torch.randn(64, 128)
+    return nn.Sequential(*copy.deepcopy(block), *copy.deepcopy(block), nn.Linear(128, 8)), torch.randn(1024, 128)
 
 
 def broken() -> tuple[nn.Module, Any]:

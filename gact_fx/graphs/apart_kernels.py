@@ -28,8 +28,11 @@ def apart_kernels() -> Iterator[None]:
     usual = scheduling.ready_to_flush
 
     def ready_to_flush(self: Any) -> bool:
-        written = (dep for node in self.kernel_group.scheduled_nodes for dep in node.read_writes.writes)
-        return bool(usual(self)) or sum(dep.numbytes_hint() for dep in written) >= LEAST_NBYTES
+        nodes = self.kernel_group.scheduled_nodes
+        written = [dep for node in nodes for dep in node.read_writes.writes]
+        freed = [dep for node in nodes for dep in node.read_writes.reads if dep.name in node.last_usage]
+        most = max(sum(dep.numbytes_hint() for dep in deps) for deps in (written, freed)) if nodes else 0
+        return bool(usual(self)) or most >= LEAST_NBYTES
 
     with replaced_in(scheduling, "ready_to_flush", ready_to_flush):
         yield

@@ -28,10 +28,12 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.apart_kernels import apart_kernels
+from gact_fx.graphs.cache_key import sources_key
 from gact_fx.graphs.in_blocks import in_blocks
 from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
 from gact_fx.graphs.planned_order import in_planned_order
+from gact_fx.graphs.realize_less import realizing_less
 from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
@@ -188,7 +190,7 @@ def _compile_inductor(
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
             partitioner.laid_out = str(graph.graph.output_node().meta.get("user_visible_output_idxs"))
-            with mended_inductor(), in_planned_order(), apart_kernels():
+            with mended_inductor(), in_planned_order(), apart_kernels(), realizing_less():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
         if options.get("is_inference"):
@@ -288,8 +290,8 @@ def _partitioner(partition: Partition) -> Any:
 
         def uuid(self) -> str:
             # Inductor finds compiled graphs again by what they compute and by this key. Neither those strides nor
-            # whether backward overwrites saved tensors is in its own.
-            return f"gact_fx keeps saved tensors, and the strides of {self.laid_out}"
+            # whether backward overwrites saved tensors nor how we compile is in its own.
+            return f"gact_fx {sources_key()} keeps saved tensors, and the strides of {self.laid_out}"
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Inductor pickles its configuration for its cache keys.

@@ -22,7 +22,8 @@ _Place = tuple[fx.Node, int, int]
 def compute_again(graph: fx.Graph, repeatable: Collection[fx.Node]) -> None:
     """Edit ``graph`` in place: of the calls ``repeatable``, which are pointwise, every phase has its own.
 
-    A call has a phase later than the reductions and the calls of a library that it depends on. What would have other
+    A call has a phase later than the reductions and the calls of a library that it depends on; and what runs behind a
+    call of a library, though it does not depend on it, counts as later than what runs before. What would have other
     calls' results in memory longer, which are larger than its own, is not repeated.
     """
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -30,10 +31,12 @@ def compute_again(graph: fx.Graph, repeatable: Collection[fx.Node]) -> None:
     phases = _find_phases(graph)
     twins: dict[_Place, fx.Node] = {}
     library_calls = 0
+    ran: dict[fx.Node, int] = {}
     for reader in calls:
         library_calls += is_of_library(reader)
+        ran[reader] = library_calls
         for source in reader.all_input_nodes:
-            if source in cheap and phases[source] < phases[reader]:
+            if source in cheap and (phases[source] < phases[reader] or ran[source] < library_calls):
                 place = phases[reader], library_calls
                 reader.replace_input_with(source, _again(source, reader, cheap, place, twins))
     for node in reversed(calls):

@@ -8,20 +8,25 @@ torch 2.11 to 2.13.
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from gact_fx.graphs.operator_table import CONSTANTS, LIBRARY, REDUCTIONS
 from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
 LOOPS = ("aten", "prims")
-# Of what several loops read Inductor keeps the result where one of these is inside of it (on a CPU), or where it reads
-# more tensors, or is made of more operators. What one loop reads may read more.
+# Of what several loops read Inductor keeps the result where one of these is inside of it (on a CPU; by `realizing_less`
+# more kinds than one, or one where it reads more than so many times what it makes), or where it reads more tensors, or
+# is made of more operators. What one loop reads may read more.
 HEAVY = frozenset({aten.exp, aten.sigmoid})
 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
     HEAVY |= {aten.log, aten.log10, aten.log1p, aten.log2, aten.tanh}
+MOST_HEAVY, MOST_READ = 1, 1.5
 MOST_READS, MOST_READS_OF_ONE, MOST_OPERATORS = 4, 8, 30
 Readers = Mapping[fx.Node, set[fx.Node]]
 
@@ -79,27 +84,34 @@ def _find_repeated(
 ) -> set[fx.Node]:
     """The loops that every reader computes again, by Inductor's rules: short, of few inputs, and cheap."""
     found: set[fx.Node] = set()
-    heavy: set[fx.Node] = set()
+    heavy: dict[fx.Node, set[Any]] = {}
     reads: dict[fx.Node, set[fx.Node]] = {}
     length: Counter[fx.Node] = Counter()
     for node in nodes:
-        reads[node] = set()
+        packet = packet_of(node)
+        reads[node], heavy[node] = set(), {packet} & HEAVY
         for source in node.all_input_nodes:
             is_open = source in found or source in views
             reads[node] |= reads.get(source, {source}) if is_open else {source}
+            heavy[node] |= heavy.get(source, set()) if is_open else set()
             length[node] += length[source] if is_open else 0
         length[node] += node not in views
-        packet = packet_of(node)
-        if packet in HEAVY or not heavy.isdisjoint(node.all_input_nodes):
-            heavy.add(node)
-        is_dear = packet in REDUCTIONS or (node in heavy and len(readers[node]) > 1)
+        is_light = not heavy[node] or (len(heavy[node]) <= MOST_HEAVY and _reads_little(node, reads[node]))
+        is_dear = packet in REDUCTIONS or (not is_light and len(readers[node]) > 1)
         most = MOST_READS if len(readers[node]) > 1 else MOST_READS_OF_ONE
         is_short = len(reads[node]) <= most and length[node] <= MOST_OPERATORS
         if node in loops and (packet in CONSTANTS or (is_short and not is_dear)):
             found.add(node)
-        elif node not in views:
-            heavy.discard(node)  # it is in memory: who reads it computes nothing of it
     return found
+
+
+def _reads_little(node: fx.Node, reads: Collection[fx.Node]) -> bool:
+    return sum(map(_nbytes, reads)) <= MOST_READ * _nbytes(node)
+
+
+def _nbytes(node: fx.Node) -> int:
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return sum(hint(value.numel()) * value.dtype.itemsize for value in values)
 
 
 def _is_loop(node: fx.Node) -> bool:

@@ -2,7 +2,8 @@
 
 Private, tried with torch 2.11 and 2.13: ``torch._decomp.get_decompositions`` (public would be a table for training,
 as ``torch.export.default_decompositions`` is one for inference), and by name alone, without an import, Inductor's
-operators ``prims.inductor_random`` and ``inductor_randint`` (public would be these in eager PyTorch).
+operators ``prims.inductor_random``, ``inductor_randint`` and ``_low_memory_max_pool_offsets_to_indices`` (public would
+be these in eager PyTorch).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from gact_fx.graphs.operator_table import FUSED_ATTENTION
 from gact_fx.graphs.recurrent_layer import differentiable_backward
 
 aten = torch.ops.aten
+_BLOCKS = 8
 
 
 class GraphInterpreter(fx.Interpreter):
@@ -57,6 +59,15 @@ def _randint(low: int, high: int, size: Sequence[int], seed: Tensor, **options: 
     return torch.randint(low, high, list(size), generator=_generator(seed), device=seed.device)
 
 
+def _pool_indices(offsets: Tensor, *options: Any) -> Tensor:
+    """Block by block: PyTorch makes seven tensors of the indices' size, and all of that twice."""
+    found = torch.empty_like(offsets, dtype=torch.int64)
+    run = torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
+    for made, given in zip(found.tensor_split(_BLOCKS), offsets.tensor_split(_BLOCKS), strict=True):
+        made.copy_(run(given, *options))
+    return found
+
+
 def _generator(seed: Tensor) -> torch.Generator:
     return torch.Generator(seed.device).manual_seed(int(seed) % 2**63)
 
@@ -83,6 +94,7 @@ _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     "aten._unsafe_view.default": torch.reshape,
     "prims.inductor_random.default": _random,
     "prims.inductor_randint.default": _randint,
+    "prims._low_memory_max_pool_offsets_to_indices.default": _pool_indices,
     # As itself it makes the product first.
     "prims.fma.default": lambda a, b, c: torch.addcmul(c, a, b),
     # Operators run in the order in which they are written.

@@ -10,33 +10,60 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import Compiled, interpret_in_blocks, without_views
-from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.edit import add_call, copy_module
 from gact_fx.graphs.in_place import MAKES_MEMORY
 from gact_fx.passes.add_in_place import add_rows_in_place
+from gact_fx.passes.backward_peak import blob_of
 from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.passes.load_blob import convert
+from gact_fx.passes.lower_peak import lower
 
 compress = torch.ops.gact_fx.compress.default
 decompress = torch.ops.gact_fx.decompress.default
 # The least width of tensors in which backward is not linear: there narrow codes bias the gradient.
 LEAST_WHERE_BENT = 6
+# Rounds in a row that may find no lower peak of backward: each takes as long as the pass takes for a planned graph.
+PATIENCE = 2
 
 
 def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compiled, Compiled]:
     """Forward of the pair, writing codes of ``bits`` where it can, and backward, reading these or the pair's own."""
     copied = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
+    # What runs block by block has about as little in memory as loops have.
+    lower(copied, fused=True, patience=PATIENCE)
+    _view_masks(copied.backward.graph)
+    widths = {}
     for value, width in _widths(copied, analysis, bits):
         value.source.target = _compress(width)
-        for reader in value.placeholder.users:
-            if reader.target is decompress:
-                reader.target = _decompress(width)
+        widths[value.placeholder] = width
+    for node in copied.backward.graph.find_nodes(op="call_function", target=decompress):
+        if (blob := blob_of(node)) in widths:
+            node.target = _decompress(widths[blob])
     add_rows_in_place(copied.backward.graph)
     forward = without_views(interpret_in_blocks(copied.forward), pair.num_user_outputs)
     return forward, interpret_in_blocks(copied.backward)
+
+
+def _view_masks(graph: fx.Graph) -> None:
+    """Read masks, which are decoded to bytes of 0 and 1, as they are: for loops these are compared with a half."""
+    for truth in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
+        number = truth.args[0]
+        dense = number.args[0] if number.target is convert else None
+        if not isinstance(dense, fx.Node) or dense.target is not decompress:
+            continue
+        _, _, dtype, bits, *_ = dense.args
+        if dtype is torch.uint8 and bits == 1:
+            with graph.inserting_before(truth):
+                seen = add_call(graph, torch.ops.aten.view.dtype, (dense, torch.bool), f"{truth.name}_seen")
+            truth.replace_all_uses_with(seen)
+            graph.erase_node(truth)
+            if not number.users:
+                graph.erase_node(number)
 
 
 def _widths(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> list[tuple[SavedValue, int]]:

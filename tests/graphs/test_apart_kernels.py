@@ -1,5 +1,7 @@
 """Loops between two calls of a library are functions of their own, between which memory is freed."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from peak_bytes import peak_bytes
@@ -19,14 +21,26 @@ def in_turn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y @ weight
 
 
+def little_is_written(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A loop whose result is small is the last one that reads ``y``, and a loop with a large result follows."""
+    y = x @ weight
+    z = y @ weight
+    total = y.sum(0)
+    z = (z - z.mean(0)).sin()
+    return z @ weight + total
+
+
 @pytest.mark.parametrize(("least", "at_once"), [(apart_kernels.LEAST_NBYTES, 2), (10**12, 3)])
-def test_what_was_read_is_freed_between_loops(least: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", [in_turn, little_is_written])
+def test_what_was_read_is_freed_between_loops(
+    program: Callable[..., torch.Tensor], least: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(apart_kernels, "LEAST_NBYTES", least)
     x, weight = torch.randn(NUMEL // 64, 64), torch.randn(64, 64)
     torch._dynamo.reset()
-    compiled = torch.compile(in_turn)
+    compiled = torch.compile(program)
     with in_apart_kernels(), config.patch(force_disable_caches=True, allow_buffer_reuse=False, inplace_buffers=False):
-        torch.testing.assert_close(compiled(x, weight), in_turn(x, weight), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(compiled(x, weight), program(x, weight), rtol=1e-3, atol=1e-3)
     start = torch.zeros((), requires_grad=True)
     found = peak_bytes(lambda: start + compiled(x, weight).sum()).forward / x.nbytes
     assert found == pytest.approx(at_once, abs=0.1)
