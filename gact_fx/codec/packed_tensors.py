@@ -33,14 +33,14 @@ class Packed:
         return dense.permute(sorted(range(len(self.order)), key=lambda d: self.order[d]))
 
 
-def pack(x: torch.Tensor, seed: int) -> Packed | torch.Tensor:
-    """``x`` in 8 bits per element, or ``x`` itself where that would save little or lose much."""
+def pack(x: torch.Tensor, seed: int, bits: int = BITS) -> Packed | torch.Tensor:
+    """``x`` in ``bits`` per element, or ``x`` itself where 8 would save little or lose much."""
     if x.layout is not torch.strided or packed_nbytes(x.dtype, x.numel()) == x.nbytes or is_expanded(x):
         return x
     # NaN compares as false.
     if x.dtype is not torch.bool and not all(bound.abs() < MAX_MAGNITUDE for bound in x.detach().aminmax()):
         return x
-    return pack_in(x, Code(BITS, group_size=GROUP_SIZE, seed=seed))
+    return pack_in(x, Code(bits, group_size=GROUP_SIZE, seed=seed))
 
 
 def pack_in(x: torch.Tensor, code: Code) -> Packed:

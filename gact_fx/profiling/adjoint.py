@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 from gact_fx.codec.packed_tensors import Packed, compressed_saved_tensors, pack
 from gact_fx.graphs.differentiable import Derivative, DifferentiableInterpreter, has_derivative
 from gact_fx.profiling.coefficient_meter import Bent, CoefficientMeter
-from gact_fx.profiling.cut_backward import Segment, cut_backward, find_loads, inputs_of, summands
+from gact_fx.profiling.cut_backward import Segment, cut_backward, find_loads, group_segments, inputs_of, summands
 from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter, code_bits
 from gact_fx.profiling.stopped_elements import StoppedElements
@@ -81,12 +82,13 @@ class Adjoint:
         carriers = {node for node in computed if sources[node] and has_derivative(node.meta.get("val"))}
         self._segments = cut_backward(computed, loads, carriers, probes)
         self._kept: dict[fx.Node, Any] = {}
+        self._seeds = count()
         self._slopes = WaitingSlopes()
 
     def run(self) -> dict[str, Slopes]:
         """Fill the meters; returns the derivatives with respect to placeholders, by name."""
-        with torch.no_grad():
-            self._keep_crossing()
+        groups = group_segments(self._segments)
+        self._keep_crossing([[node for segment in group for node in segment] for group in groups])
         first: dict[fx.Node, int] = {}
         for at, segment in enumerate(self._segments):
             for node in inputs_of(segment):
@@ -95,30 +97,36 @@ class Adjoint:
             value = self._load(node)
             for probe in self._probes:
                 self._slopes.add(node, probe, self._arrived(node, value, probe))
-        for at in reversed(range(len(self._segments))):
-            self._differentiate(self._segments[at])
-            self._fill(node for node in self._readings if first.get(node) == at)
+        at = len(self._segments)
+        for group in reversed(groups):
+            self._keep_crossing(group)
+            for segment in reversed(group):
+                at -= 1
+                self._differentiate(segment)
+                self._fill(node for node in self._readings if first.get(node) == at)
         self._fill(node for node in self._readings if node not in first)
         return self._slopes.of_placeholders()
 
-    def _keep_crossing(self) -> None:
-        """Compute what crosses from one segment to later ones, and pack it."""
-        place = {node: at for at, segment in enumerate(self._segments) for node in segment}
-        crosses = {node for node, at in place.items() if any(place.get(user, at) > at for user in node.users)}
+    @torch.no_grad()
+    def _keep_crossing(self, parts: Sequence[Segment]) -> None:
+        """Compute what crosses from one of these parts to later ones, and is not kept yet, and pack it."""
+        place = {node: at for at, part in enumerate(parts) for node in part}
+        missing = [node for node in place if node not in self._kept]
+        crosses = {node for node in missing if any(place.get(user, -1) > place[node] for user in node.users)}
         needed: set[fx.Node] = set()
-        for node in reversed(list(place)):
+        for node in reversed(missing):
             if node in crosses or any(user in needed for user in node.users):
                 needed.add(node)
         dies = {node: max((place[user] for user in node.users if user in needed), default=-1) for node in needed}
         values: dict[fx.Node, Any] = {}
-        for at, segment in enumerate(self._segments):
-            crossing = [node for node in segment if node in crosses]
+        for at, part in enumerate(parts):
+            crossing = [node for node in part if node in crosses]
             alive = [node for node in values if dies[node] > at]
-            self._run([node for node in segment if node in needed], values, {*crossing, *alive}, self._load)
+            self._run([node for node in part if node in needed], values, {*crossing, *alive}, self._load)
             for node in crossing:
                 value = values[node]
-                self._kept[node] = pack(value, len(self._kept)) if isinstance(value, torch.Tensor) else value
-            values = {node: value for node, value in values.items() if dies[node] > at}
+                self._kept[node] = pack(value, next(self._seeds)) if isinstance(value, torch.Tensor) else value
+            values = {node: value for node, value in values.items() if dies.get(node, -1) > at}
 
     def _differentiate(self, segment: Segment) -> None:
         """Compute a segment again, and add to the derivatives with respect to what it reads."""

@@ -1,8 +1,8 @@
 """Cut a backward graph into segments whose derivatives are computed one at a time.
 
-Between segments only what crosses a cut is kept, in 8 bits; within one, everything is computed again. Few cuts make
-for long segments, many for much that crosses: the best cuts under a limit on the work of a segment are found by
-dynamic programming, and the limit such that both together take the least memory. With what a segment works on counts
+Between segments only what crosses a cut is kept, in 8 bits; within one, everything is computed again. Between groups of
+segments that is so for the whole of backward, and between segments for one group at a time. Few cuts make for long
+segments, many for much that crosses: the best cuts under a limit on the work of a segment are found by dynamic programming, and the limit such that both together take the least memory. With what a segment works on counts
 what waits for it: the derivatives, of every probe, with respect to all that crosses its end, in 8 bits as well.
 """
 
@@ -49,6 +49,28 @@ def cut_backward(
             found = [nodes[start:end] for start, end in segments]
         limit *= 1.5
     return found
+
+
+def group_segments(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Neighbours in groups, between which about as much crosses: about as many groups as segments in each.
+
+    With what crosses from group to group, that between the segments of one group can be computed when its turn comes.
+    """
+    place = {node: at for at, segment in enumerate(segments) for node in segment}
+    sizes = [
+        sum(_packed_nbytes(node) for node in segment if any(place.get(user, at) > at for user in node.users))
+        for at, segment in enumerate(segments)
+    ]
+    share = sum(sizes) / math.sqrt(max(len(segments), 1))
+    groups: list[list[Segment]] = []
+    filled = math.inf
+    for segment, size in zip(segments, sizes, strict=True):
+        if filled + size > share:
+            groups.append([])
+            filled = 0.0
+        groups[-1].append(segment)
+        filled += size
+    return groups
 
 
 def inputs_of(segment: Segment) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Derivatives with respect to nodes of a graph, which wait for the segment that goes on with them, in 8 bits."""
+"""Derivatives with respect to nodes of a graph, which wait for the segment that goes on with them, in 6 bits."""
 
 from collections.abc import Mapping
 from itertools import count
@@ -11,12 +11,13 @@ from gact_fx.codec.packed_tensors import Packed, pack
 # One derivative per probe.
 Slopes = list[torch.Tensor]
 Waiting = list[Packed | torch.Tensor]
+BITS = 6
 
 
 class WaitingSlopes:
     """By node, one derivative per probe: the sum of all that arrive.
 
-    Codes of 8 bits have no bias, and next to the chance in a probe's signs their noise is small.
+    Codes have no bias, and next to the chance in a probe's signs their noise is small.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class WaitingSlopes:
         return {node.name: list(map(unpacked, waiting)) for node, waiting in found}
 
     def _pack(self, slope: torch.Tensor) -> Packed | torch.Tensor:
-        return pack(slope, next(self._seeds))
+        return pack(slope, next(self._seeds), BITS)
 
 
 def unpacked(waiting: Packed | torch.Tensor) -> torch.Tensor:
