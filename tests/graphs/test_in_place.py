@@ -33,6 +33,17 @@ def some_value(argument: Any) -> Any:
     return {"number": 2, "Scalar": 2, "int": 2, "float": 0.5, "bool": True}.get(str(argument.type))
 
 
+def test_a_size_among_what_is_read_is_in_no_memory() -> None:
+    """A mean's gradient is divided by a size that varies; of a graph's inputs nothing is written over."""
+
+    def scaled(x: torch.Tensor, tall: torch.Tensor) -> torch.Tensor:
+        return (x * 2) / tall.shape[0]
+
+    graph = make_fx(scaled, tracing_mode="symbolic")(torch.rand(8, 4), torch.rand(5, 4))
+    divided = next(node for node in graph.graph.nodes if node.target is aten.div.Tensor)
+    assert [source.target for source in find_last_reads(graph.graph)[divided]] == [aten.mul.Tensor]
+
+
 def test_every_pointwise_operator_may_write_where_it_reads() -> None:
     tried = 0
     for operator in pointwise_operators():

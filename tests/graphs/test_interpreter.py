@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Trace
+from peak_bytes import peak_bytes
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -133,3 +134,24 @@ def test_a_product_with_a_summand_makes_one_tensor() -> None:
     torch.testing.assert_close(found, a * b + c)
     sizes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(size for size in sizes if size >= c.nbytes) == c.nbytes
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 12, 12), (3, 12, 12)])
+def test_indices_of_pooling_are_computed_block_by_block(shape: tuple[int, ...]) -> None:
+    import torch._inductor.inductor_prims
+
+    offsets = torch.randint(0, 9, shape, dtype=torch.int8)
+    indices = torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
+    options = [3, 3], [24, 24], [2, 2], [1, 1], [1, 1]
+    graph = fx.Graph()
+    graph.output(graph.call_function(indices, (graph.placeholder("offsets"), *options)))
+    found = GraphInterpreter(fx.GraphModule({}, graph)).run(offsets)
+    assert torch.equal(found, indices(offsets, *options))
+    large = offsets.repeat(*[16 if at == 0 else 4 for at in range(len(shape))])
+    peak = peak_bytes(lambda: torch.ones((), requires_grad=True) + _run_for(graph, large)).forward
+    assert peak < 2.5 * 8 * large.numel()
+
+
+def _run_for(graph: fx.Graph, x: torch.Tensor) -> torch.Tensor:
+    GraphInterpreter(fx.GraphModule({}, graph)).run(x)
+    return torch.zeros(())

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from gact_fx.codec.code import Code
 from gact_fx.config import Config
-from gact_fx.profiling.cut_backward import summands
+from gact_fx.profiling import adjoint as adjoint_module
+from gact_fx.profiling.adjoint import Adjoint
+from gact_fx.profiling.cut_backward import cut_backward, find_loads, group_segments, summands
 from gact_fx.profiling.measure_adjoint import measure_adjoint
 from gact_fx.profiling.measure_sensitivity import measure_sensitivity
 from gact_fx.profiling.measure_step import measure_step
@@ -386,3 +388,39 @@ class LastNorm(nn.Module):
 def test_a_result_of_no_saved_tensor_stops_nothing(probes: int) -> None:
     ((meters, opaque),) = measured(record(LastNorm(), torch.randn(4, 3, 16, 16)), probes=probes)
     assert meters and not opaque
+
+
+def test_neighbouring_segments_are_in_groups_of_about_as_many() -> None:
+    (step,) = record(lambda x, w: deep(x, w), torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
+    nodes = step.backward.graph.nodes
+    loads = find_loads(nodes)
+    segments = cut_backward([node for node in nodes if node not in loads and node.op != "output"], loads)
+    groups = group_segments(segments)
+    assert [segment for group in groups for segment in group] == segments
+    assert len(segments) > 6 and 2 <= len(groups) <= len(segments) // 2
+
+
+def test_what_crosses_segments_is_there_for_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all segments in one group, what crosses any of them is in memory from the beginning."""
+    (step,) = record(lambda x, w: deep(x, w), torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
+    most: list[int] = []
+    usual = Adjoint._differentiate
+
+    def differentiate(self: Adjoint, segment: Any) -> None:
+        most[-1] = max(most[-1], len(self._kept))
+        usual(self, segment)
+
+    monkeypatch.setattr(Adjoint, "_differentiate", differentiate)
+    found = []
+    for groups in (group_segments, lambda segments: [segments]):
+        monkeypatch.setattr(adjoint_module, "group_segments", groups)
+        most.append(0)
+        found.append(adjoint([step]))
+    assert most[0] < most[1]
+    assert found[0] == pytest.approx(found[1], rel=0.01)
+
+
+def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for _ in range(12):
+        x = torch.tanh(x @ w)
+    return x.square().mean()

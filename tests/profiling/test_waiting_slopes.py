@@ -15,9 +15,10 @@ def test_parts_add_up_and_wait_in_codes() -> None:
     wanted = [torch.stack(of_probe).sum(0) for of_probe in zip(*parts, strict=True)]
     assert node in slopes
     for found, whole in zip(slopes.of_placeholders()["x"], wanted, strict=True):
-        assert torch.linalg.vector_norm(found - whole) < 0.02 * torch.linalg.vector_norm(whole)
+        # Each of the three times that a part is put into codes adds 3 % of the norm.
+        assert torch.linalg.vector_norm(found - whole) < 0.06 * torch.linalg.vector_norm(whole)
     taken = slopes.take(node)
     assert node not in slopes and slopes.take(node) == []
-    assert all(isinstance(waiting, Packed) and waiting.blob.nbytes < 64 * 256 * 1.2 for waiting in taken)
+    assert all(isinstance(waiting, Packed) and waiting.blob.nbytes < 64 * 256 * 0.9 for waiting in taken)
     slopes.put_back({node: taken})
     assert [unpacked(waiting).shape for waiting in slopes.take(node)] == [(64, 256)] * 2
