@@ -1,9 +1,12 @@
 """Cut a backward graph into segments whose derivatives are computed one at a time.
 
-Between segments only what crosses a cut is kept, in 8 bits; within one, everything is computed again. Between groups of
-segments that is so for the whole of backward, and between segments for one group at a time. Few cuts make for long
-segments, many for much that crosses: the best cuts under a limit on the work of a segment are found by dynamic programming, and the limit such that both together take the least memory. With what a segment works on counts
-what waits for it: the derivatives, of every probe, with respect to all that crosses its end, in 8 bits as well.
+Between segments only what crosses a cut is kept, in 8 bits; within one, everything is computed again. Few cuts make
+for long segments, many for much that crosses: the best cuts under a limit on the work of a segment are found by
+dynamic programming, and the limit such that both together take the least memory. With what a segment works on counts
+what waits for it: the derivatives, of every probe, with respect to all that crosses its end, in codes as well.
+
+Segments are in groups. All that crosses from one group to a later one is kept from the beginning; what crosses segments
+of one group alone, only while derivatives are computed in that group.
 """
 
 import math

@@ -17,7 +17,8 @@ BITS = 6
 class WaitingSlopes:
     """By node, one derivative per probe: the sum of all that arrive.
 
-    Codes have no bias, and next to the chance in a probe's signs their noise is small: 0.1 % of what normal numbers add up to.
+    Codes have no bias, and next to the chance in a probe's signs their noise is small: of normal numbers 0.1 % of the
+    squared norm.
     """
 
     def __init__(self) -> None:
