@@ -6,7 +6,7 @@ the gradient that arrives, what is made of that, and the gradient that leaves, a
 large loop the peak of a GPT-2 under bfloat16 autocast is 365 MB instead of 393.
 
 Private, tried with torch 2.11 and 2.13: ``CppScheduling.ready_to_flush``, which is replaced, with ``kernel_group`` and
-its ``scheduled_nodes``, and of these ``read_writes`` (an option of Inductor's).
+its ``scheduled_nodes``, of these ``read_writes``, and of ``scheduler`` ``buffer_names_to_free``.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from typing import Any
 
 from gact_fx.graphs.mended_inductor import replaced_in
 
-# Loops that write fewer bytes share a function: a call takes about as long as writing some of these.
+# Loops that write fewer bytes, and are the last to read fewer, share a function: a call takes about as long as writing
+# some of these.
 LEAST_NBYTES = 2**18
 
 
@@ -28,10 +29,10 @@ def apart_kernels() -> Iterator[None]:
     usual = scheduling.ready_to_flush
 
     def ready_to_flush(self: Any) -> bool:
-        nodes = self.kernel_group.scheduled_nodes
-        written = [dep for node in nodes for dep in node.read_writes.writes]
-        freed = [dep for node in nodes for dep in node.read_writes.reads if dep.name in node.last_usage]
-        most = max(sum(dep.numbytes_hint() for dep in deps) for deps in (written, freed)) if nodes else 0
+        nodes, unread = self.kernel_group.scheduled_nodes, self.scheduler.buffer_names_to_free
+        written = {dep for node in nodes for dep in node.read_writes.writes}
+        freed = {dep for node in nodes for dep in node.read_writes.reads if dep.name in unread}
+        most = max(sum(dep.numbytes_hint() for dep in deps) for deps in (written, freed))
         return bool(usual(self)) or most >= LEAST_NBYTES
 
     with replaced_in(scheduling, "ready_to_flush", ready_to_flush):

@@ -30,6 +30,7 @@ def compute_again(graph: fx.Graph, repeatable: Collection[fx.Node]) -> None:
     cheap = _find_cheap(graph, calls, repeatable)
     phases = _find_phases(graph)
     twins: dict[_Place, fx.Node] = {}
+    originals: dict[fx.Node, fx.Node] = {}
     library_calls = 0
     ran: dict[fx.Node, int] = {}
     for reader in calls:
@@ -38,9 +39,9 @@ def compute_again(graph: fx.Graph, repeatable: Collection[fx.Node]) -> None:
         for source in reader.all_input_nodes:
             if source in cheap and (phases[source] < phases[reader] or ran[source] < library_calls):
                 place = phases[reader], library_calls
-                reader.replace_input_with(source, _again(source, reader, cheap, place, twins))
-    for node in reversed(calls):
-        if node in cheap and not node.users:
+                reader.replace_input_with(source, _again(source, reader, cheap, place, twins, originals))
+    for node in reversed(list(graph.nodes)):
+        if (node in cheap or node in originals) and not node.users:
             graph.erase_node(node)
 
 
@@ -68,12 +69,25 @@ def _find_phases(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _again(
-    node: fx.Node, reader: fx.Node, cheap: Collection[fx.Node], place: tuple[int, int], twins: dict[_Place, fx.Node]
+    node: fx.Node,
+    reader: fx.Node,
+    cheap: Collection[fx.Node],
+    place: tuple[int, int],
+    twins: dict[_Place, fx.Node],
+    originals: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """The twin of ``node`` for readers at ``place``, made before ``reader`` if there is none."""
+    """The twin of ``node`` for readers at ``place``, made before ``reader`` if there is none.
+
+    It reads twins of its own: those that ``node`` reads, whose ``originals`` are known, are there for another place.
+    """
     key = (node, *place)
     if key not in twins:
-        sources = {i: _again(i, reader, cheap, place, twins) for i in node.all_input_nodes if i in cheap}
+        sources = {
+            i: _again(original, reader, cheap, place, twins, originals)
+            for i in node.all_input_nodes
+            if (original := originals.get(i, i)) in cheap
+        }
         with reader.graph.inserting_before(reader):
             twins[key] = reader.graph.node_copy(node, lambda i: sources.get(i, i))
+        originals[twins[key]] = node
     return twins[key]

@@ -21,12 +21,12 @@ from gact_fx.graphs.trees import tree_leaves
 aten = torch.ops.aten
 LOOPS = ("aten", "prims")
 # Of what several loops read Inductor keeps the result where one of these is inside of it (on a CPU; by `realizing_less`
-# more kinds than one, or one where it reads more than so many times what it makes), or where it reads more tensors, or
-# is made of more operators. What one loop reads may read more.
+# more kinds than one, or one where it is small or reads more than so many times what it makes), or where it reads more
+# tensors, or is made of more operators. What one loop reads may read more.
 HEAVY = frozenset({aten.exp, aten.sigmoid})
 if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
     HEAVY |= {aten.log, aten.log10, aten.log1p, aten.log2, aten.tanh}
-MOST_HEAVY, MOST_READ = 1, 1.5
+MOST_HEAVY, MOST_READ, LEAST_NBYTES = 1, 1.5, 2**18
 MOST_READS, MOST_READS_OF_ONE, MOST_OPERATORS = 4, 8, 30
 Readers = Mapping[fx.Node, set[fx.Node]]
 
@@ -106,7 +106,8 @@ def _find_repeated(
 
 
 def _reads_little(node: fx.Node, reads: Collection[fx.Node]) -> bool:
-    return sum(map(_nbytes, reads)) <= MOST_READ * _nbytes(node)
+    made = _nbytes(node)
+    return made >= LEAST_NBYTES and sum(map(_nbytes, reads)) <= MOST_READ * made
 
 
 def _nbytes(node: fx.Node) -> int:

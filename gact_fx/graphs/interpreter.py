@@ -63,7 +63,9 @@ def _pool_indices(offsets: Tensor, *options: Any) -> Tensor:
     """Block by block: PyTorch makes seven tensors of the indices' size, and all of that twice."""
     found = torch.empty_like(offsets, dtype=torch.int64)
     run = torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
-    for made, given in zip(found.tensor_split(_BLOCKS), offsets.tensor_split(_BLOCKS), strict=True):
+    # Rows or channels: an index is one of a plane.
+    dim = 0 if len(offsets) > 1 else offsets.dim() - len(options[0]) - 1
+    for made, given in zip(found.tensor_split(_BLOCKS, dim), offsets.tensor_split(_BLOCKS, dim), strict=True):
         made.copy_(run(given, *options))
     return found
 
@@ -97,8 +99,8 @@ _AS_INDUCTOR: dict[str, Callable[..., Any]] = {
     "prims._low_memory_max_pool_offsets_to_indices.default": _pool_indices,
     # As itself it makes the product first.
     "prims.fma.default": lambda a, b, c: torch.addcmul(c, a, b),
-    # Operators run in the order in which they are written.
-    "gact_fx.behind.default": lambda blob, before: blob,
+    # Operators run in the order in which they are written. What is behind itself is to be a copy (`keep_parts`).
+    "gact_fx.behind.default": lambda blob, before: blob.clone() if before is blob else blob,
 }
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     **_NORMALISATIONS,

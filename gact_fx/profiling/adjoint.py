@@ -88,7 +88,7 @@ class Adjoint:
     def run(self) -> dict[str, Slopes]:
         """Fill the meters; returns the derivatives with respect to placeholders, by name."""
         groups = group_segments(self._segments)
-        self._keep_crossing([[node for segment in group for node in segment] for group in groups])
+        self._keep_crossing(self._segments, [at for at, group in enumerate(groups) for _ in group])
         first: dict[fx.Node, int] = {}
         for at, segment in enumerate(self._segments):
             for node in inputs_of(segment):
@@ -99,7 +99,8 @@ class Adjoint:
                 self._slopes.add(node, probe, self._arrived(node, value, probe))
         at = len(self._segments)
         for group in reversed(groups):
-            self._keep_crossing(group)
+            if any(node in self._slopes or node in self._positions for segment in group for node in segment):
+                self._keep_crossing(group, range(len(group)))
             for segment in reversed(group):
                 at -= 1
                 self._differentiate(segment)
@@ -108,21 +109,26 @@ class Adjoint:
         return self._slopes.of_placeholders()
 
     @torch.no_grad()
-    def _keep_crossing(self, parts: Sequence[Segment]) -> None:
-        """Compute what crosses from one of these parts to later ones, and is not kept yet, and pack it."""
-        place = {node: at for at, part in enumerate(parts) for node in part}
+    def _keep_crossing(self, segments: Sequence[Segment], groups: Sequence[int]) -> None:
+        """Compute what crosses from one of the ``groups`` of segments to later ones, and is not kept yet, and pack it.
+
+        ``groups`` has a number for each segment.
+        """
+        place = {node: at for at, segment in enumerate(segments) for node in segment}
+        group = {node: groups[at] for node, at in place.items()}
         missing = [node for node in place if node not in self._kept]
-        crosses = {node for node in missing if any(place.get(user, -1) > place[node] for user in node.users)}
+        crosses = {node for node in missing if any(group.get(user, -1) > group[node] for user in node.users)}
         needed: set[fx.Node] = set()
         for node in reversed(missing):
             if node in crosses or any(user in needed for user in node.users):
                 needed.add(node)
         dies = {node: max((place[user] for user in node.users if user in needed), default=-1) for node in needed}
         values: dict[fx.Node, Any] = {}
-        for at, part in enumerate(parts):
-            crossing = [node for node in part if node in crosses]
+        for at, segment in enumerate(segments):
+            crossing = [node for node in segment if node in crosses]
             alive = [node for node in values if dies[node] > at]
-            self._run([node for node in part if node in needed], values, {*crossing, *alive}, self._load)
+            wanted = {*crossing, *alive, *(node for node in segment if dies.get(node, -1) > at)}
+            self._run([node for node in segment if node in needed], values, wanted, self._load)
             for node in crossing:
                 value = values[node]
                 self._kept[node] = pack(value, next(self._seeds)) if isinstance(value, torch.Tensor) else value

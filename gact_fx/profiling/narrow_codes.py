@@ -54,7 +54,7 @@ def view_masks(graph: fx.Graph) -> None:
     for truth in graph.find_nodes(op="call_function", target=torch.ops.aten.gt.Scalar):
         number = truth.args[0]
         dense = number.args[0] if number.target is convert else None
-        if not isinstance(dense, fx.Node) or dense.target is not decompress:
+        if not isinstance(dense, fx.Node) or dense.target is not decompress or truth.args[1] != 0.5:
             continue
         _, _, dtype, bits, *_ = dense.args
         if dtype is torch.uint8 and bits == 1:

@@ -16,6 +16,7 @@ from gact_fx.graphs.compilers import interpret_graph, interpret_in_blocks
 from gact_fx.graphs.compute_again import compute_again
 from gact_fx.graphs.in_blocks import in_blocks
 
+aten = torch.ops.aten
 SHAPE = (4, 64, 32, 64)
 NBYTES = 4 * 64 * 32 * 64 * 4
 assert NBYTES > LEAST_NBYTES
@@ -109,6 +110,32 @@ def test_a_cast_is_computed_again_behind_a_product_that_does_not_read_it() -> No
     graph = graph_of(around, X, torch.eye(64))
     assert peak(interpret_graph(graph), [X, torch.eye(64)]) > 2.9 * NBYTES
     assert peak(interpret_in_blocks(graph), [X, torch.eye(64)]) < 1.5 * NBYTES
+
+
+def test_what_is_computed_again_reads_what_is_in_memory() -> None:
+    """And no twin that was made for others before a product: that would have to wait for it in twice the bytes."""
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.float()
+        total = wide.sum([0])
+        first = y @ y
+        narrow = (wide * 2).bfloat16()
+        some = (narrow + 1).sum([0])
+        second = y @ first
+        return [total, some, second, (narrow + 2).sum([1])]
+
+    graph = graph_of(chain, X.bfloat16(), torch.eye(64)).graph
+    pointwise = {node for node in graph.nodes if node.target in (aten.mul.Tensor, aten.add.Tensor)}
+    casts = {node for node in graph.nodes if "convert" in str(node.target) or "_to_copy" in str(node.target)}
+    compute_again(graph, pointwise | casts)
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    products = [position[node] for node in graph.nodes if node.target is aten.mm.default]
+    for node in graph.nodes:
+        is_read = node.op != "call_function" or node.users
+        assert is_read or node.op == "output"
+        if node.op == "call_function" and node.meta["val"].dtype is torch.float32 and node.meta["val"].dim() == 4:
+            ends = [position[user] for user in node.users]
+            assert not any(position[node] < at < max(ends) for at in products)
 
 
 def test_what_would_keep_more_alive_is_not_computed_again() -> None:

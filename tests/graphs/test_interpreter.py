@@ -136,7 +136,7 @@ def test_a_product_with_a_summand_makes_one_tensor() -> None:
     assert sum(size for size in sizes if size >= c.nbytes) == c.nbytes
 
 
-@pytest.mark.parametrize("shape", [(5, 3, 12, 12), (3, 12, 12)])
+@pytest.mark.parametrize("shape", [(5, 3, 12, 12), (3, 12, 12), (1, 16, 12, 12)])
 def test_indices_of_pooling_are_computed_block_by_block(shape: tuple[int, ...]) -> None:
     import torch._inductor.inductor_prims
 
@@ -147,7 +147,9 @@ def test_indices_of_pooling_are_computed_block_by_block(shape: tuple[int, ...]) 
     graph.output(graph.call_function(indices, (graph.placeholder("offsets"), *options)))
     found = GraphInterpreter(fx.GraphModule({}, graph)).run(offsets)
     assert torch.equal(found, indices(offsets, *options))
-    large = offsets.repeat(*[16 if at == 0 else 4 for at in range(len(shape))])
+    large = offsets.repeat(
+        *[16 if at == len(shape) - 3 else 4 if at > len(shape) - 3 else 1 for at in range(len(shape))]
+    )
     peak = peak_bytes(lambda: torch.ones((), requires_grad=True) + _run_for(graph, large)).forward
     assert peak < 2.5 * 8 * large.numel()
 

@@ -7,6 +7,7 @@ import torch
 from peak_bytes import peak_bytes
 from torch import Tensor, nn
 from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 import gact_fx
 from gact_fx.graphs import compilers
@@ -37,6 +38,21 @@ def test_backward_of_silu_has_a_tensor_less_in_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compilers, "realizing_less", contextlib.nullcontext)
     activation = ROWS * WIDTH * 4
     assert found <= peak_of_backward() - 0.9 * activation
+
+
+def test_what_is_expanded_is_computed_once() -> None:
+    """The gates of squeeze-and-excitation, and one large tensor of which each element is read sixteen times."""
+    for shape, gate in (((8, 64, 32, 32), (8, 64, 1, 1)), ((16, 1024, 128), (1, 1024, 128))):
+        torch._dynamo.reset()
+        x, g = torch.randn(shape), torch.randn(gate)
+        compiled = torch.compile(lambda x, g: x * g.sigmoid())
+        with realizing_less(), config.patch(force_disable_caches=True):
+            _, (code,) = run_and_get_code(compiled, x, g)
+        usual = torch.compile(lambda x, g: x * g.sigmoid())
+        torch._dynamo.reset()
+        with config.patch(force_disable_caches=True):
+            _, (expected,) = run_and_get_code(usual, x, g)
+        assert code.count("empty_strided_cpu(") == expected.count("empty_strided_cpu(")
 
 
 def test_what_was_replaced_is_put_back() -> None:
