@@ -10,8 +10,8 @@ of several kinds of these operators, such as Mish, which takes a sixth of a step
 what is expanded, which would be computed for every element of the larger tensor.
 
 Private, tried with torch 2.11 and 2.13: ``ir.StorageBox.should_realize_on_reuse``, which is replaced, with
-``has_large_inner_fn``, ``num_reads`` and ``inner_fn_opcount``, the option ``realize_reads_threshold``, and of
-``V.graph`` ``get_numel``, ``get_dtype`` and ``sizevars``.
+``has_large_inner_fn``, ``num_reads`` and ``inner_fn_opcount``, ``config.realize_reads_threshold`` (an option of
+Inductor's), and of ``virtualized.V.graph`` ``get_numel``, ``get_dtype`` and ``sizevars``.
 """
 
 import contextlib
