@@ -55,7 +55,12 @@ def convolutions() -> tuple[nn.Module, Any]:
 def layers() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     block = [nn.Linear(128, 128), nn.LayerNorm(128), nn.SiLU()]
-    return nn.Sequential(*copy.deepcopy(block), *copy.deepcopy(block), nn.Linear(128, 8)), torch.randn(1024, 128)
+    return nn.Sequential(*copy.deepcopy(block), *copy.deepcopy(block), nn.Linear(128, 8)), torch.randn(64, 128)
+
+
+def layers_of_many_rows() -> tuple[nn.Module, Any]:
+    """Tensors of 256 KB and more, as networks have them: Inductor's loops are called one by one."""
+    return layers()[0], torch.randn(1024, 128)
 
 
 def broken() -> tuple[nn.Module, Any]:
@@ -100,8 +105,12 @@ def test_bytes_and_peak_are_those_of_training(make: Callable[[], tuple[nn.Module
     check_against_training(make, "eager")
 
 
+# All of its tensors are of 32 KB.
+TOO_HIGH = pytest.mark.xfail(reason="loops on small tensors share calls: the estimate is 14 % too high")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [mixed, layers])
+@pytest.mark.parametrize("make", [mixed, pytest.param(layers, marks=TOO_HIGH), layers_of_many_rows])
 def test_bytes_and_peak_are_those_of_training_with_inductor(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     check_against_training(make, "inductor")
 
