@@ -318,9 +318,9 @@ def test_graphs_names_the_private_api_that_it_uses() -> None:
             assert any(part in text for part in parts), f"{path.relative_to(ROOT)}:{line} uses {what}"
 
 
-def test_five_modules_import_inductor() -> None:
+def test_six_modules_import_inductor() -> None:
     users = {m for m, (_, tree) in sources().items() for _, what in private_uses(tree) if "torch._inductor" in what}
-    names = ("apart_kernels", "compilers", "mended_inductor", "planned_order", "realize_less")
+    names = ("apart_kernels", "compilers", "mended_inductor", "planned_order", "realize_less", "share_files")
     assert users == {f"gact_fx.graphs.{name}" for name in names}
 
 

@@ -1,5 +1,5 @@
-"""The compilers that a rewritten pair of graphs goes to. Beside this module, `gact_fx.graphs.mended_inductor`,
-`gact_fx.graphs.planned_order` and `gact_fx.graphs.apart_kernels` alone import Inductor.
+"""The compilers that a rewritten pair of graphs goes to. Of all other modules, `mended_inductor`, `planned_order`,
+`apart_kernels`, `realize_less` and `share_files` in `gact_fx.graphs` alone import Inductor.
 
 Private, tried with torch 2.11 and 2.13 (in brackets, what public thing would replace it):
 
@@ -34,6 +34,7 @@ from gact_fx.graphs.in_place import InPlaceInterpreter
 from gact_fx.graphs.mended_inductor import mended_inductor
 from gact_fx.graphs.planned_order import in_planned_order
 from gact_fx.graphs.realize_less import realizing_less
+from gact_fx.graphs.share_files import shared_files
 from gact_fx.graphs.tensors import is_plain, is_view, storage_key
 
 log = logging.getLogger("gact_fx")
@@ -190,7 +191,7 @@ def _compile_inductor(
     def compile_one(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         def lower() -> Compiled:
             partitioner.laid_out = str(graph.graph.output_node().meta.get("user_visible_output_idxs"))
-            with mended_inductor(), in_planned_order(), apart_kernels(), realizing_less():
+            with mended_inductor(), in_planned_order(), apart_kernels(), realizing_less(), shared_files():
                 return cast(Compiled, compile_fx_inner(graph, inputs, **options))
 
         if options.get("is_inference"):
@@ -204,8 +205,7 @@ def _compile_inductor(
         _find_instructions()
     # A buffer that is to be used again stays allocated in between, whatever else is live then.
     changes = {"allow_buffer_reuse": False, **patches, "custom_partitioner_fn": partitioner}
-    compiled: Any = compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes)
-    return cast(Compiled, compiled)
+    return cast(Compiled, compile_fx(module, example_inputs, inner_compile=compile_one, config_patches=changes))
 
 
 @functools.cache
