@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-# A tensor is cut into so many blocks at most, and what has fewer bytes not at all.
-MOST_BLOCKS, LEAST_NBYTES = 16, 2**20
+# A tensor is cut into so many blocks, a large one into more that have about so many elements, and what has fewer bytes
+# not at all.
+FEW_BLOCKS, MOST_BLOCKS, BLOCK_NUMEL, LEAST_NBYTES = 16, 64, 2**18, 2**20
 # What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
 Run = Callable[[list[Any]], Any]
 # The dimensions over which a result is a sum, and whether it keeps them.
@@ -40,9 +41,10 @@ class Blocks:
             found: Sequence[Any] = self._run(list(given))
             return found
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+        most = min(max(FEW_BLOCKS, shape.numel() // BLOCK_NUMEL), MOST_BLOCKS)
         # The first dimension that is long enough. Of two elements the strides tell where they lie; of one they do not.
-        dimension = max(range(len(shape)), key=lambda d: (min(shape[d] // 2, MOST_BLOCKS), -d))
-        size, count = shape[dimension], max(min(shape[dimension] // 2, MOST_BLOCKS), 1)
+        dimension = max(range(len(shape)), key=lambda d: (min(shape[d] // 2, most), -d))
+        size, count = shape[dimension], max(min(shape[dimension] // 2, most), 1)
         axes = [_axis(dimension, how) for how in self._sums]
         free = [x for x in over if x.shape == shape and x.untyped_storage().nbytes() == x.nbytes]
         results: list[torch.Tensor] = []

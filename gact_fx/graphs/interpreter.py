@@ -16,6 +16,7 @@ from torch._decomp import get_decompositions
 from gact_fx.graphs.attention import spelled_attention, spelled_attention_backward
 from gact_fx.graphs.convolution_derivative import differentiable_convolution_backward
 from gact_fx.graphs.operator_table import FUSED_ATTENTION
+from gact_fx.graphs.product_derivative import differentiable_product
 from gact_fx.graphs.recurrent_layer import differentiable_backward
 
 aten = torch.ops.aten
@@ -32,7 +33,8 @@ class GraphInterpreter(fx.Interpreter):
     With ``differentiable`` autograd can go through what is run: casts, copies, recurrent layers and fused attention,
     which have no second derivative, are spelled out, attention without its dropout. So is the backward of
     normalisation: to PyTorch's second derivative the saved mean and deviation are functions of the input, but they are
-    inputs of their own. Convolutions have a second derivative that takes less time and memory than PyTorch's.
+    inputs of their own. Convolutions have a second derivative that takes less time and memory than PyTorch's, and
+    products of two tensors one that takes less memory.
     """
 
     def __init__(self, module: fx.GraphModule, *, differentiable: bool = False) -> None:
@@ -107,6 +109,7 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "aten.cudnn_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "aten.miopen_batch_norm_backward.default": _cudnn_batch_norm_backward,
     "aten.convolution_backward.default": differentiable_convolution_backward,
+    "aten.mul.Tensor": differentiable_product,
     "prims.convert_element_type.default": Tensor.to,
     # Torch 2.11 has no derivative for it.
     "prims.fma.default": lambda a, b, c: a * b + c,

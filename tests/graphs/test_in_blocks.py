@@ -87,6 +87,13 @@ def test_what_is_made_on_the_way_is_as_large_as_a_block() -> None:
     assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
 
 
+def test_large_tensors_have_smaller_blocks() -> None:
+    """Beside the result there are five blocks at a time, each a thirty-second of it."""
+    x = torch.randn(64, 2**18)
+    graph = graph_of(lambda x: [(x * (s := x.sigmoid())) * (1 + x * (1 - s))], x)
+    assert peak(interpret_in_blocks(graph), [x]) < (1 + 6 / 32) * x.nbytes
+
+
 def test_a_cast_is_computed_again_behind_a_sum() -> None:
     """There is the result, and nothing of 64 bits: neither for the sums, nor between these and what reads them."""
 
