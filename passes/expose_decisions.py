@@ -48,10 +48,14 @@ def _write(graph: fx.Graph, name: str, target: Any, *args: Any) -> fx.Node:
 
 
 def _where(write: Write, condition: fx.Node, left: Any, right: Any) -> fx.Node:
-    """``where`` with numbers in the dtype of the tensor beside them."""
-    like = (left if isinstance(left, fx.Node) else right).meta["val"]
-    branches = [x if isinstance(x, fx.Node) else add_full(condition.graph, [], x, like) for x in (left, right)]
+    """``where`` with numbers, and sizes that vary, in the dtype of the tensor beside them."""
+    like = (left if _is_tensor(left) else right).meta["val"]
+    branches = [x if _is_tensor(x) else add_full(condition.graph, [], x, like) for x in (left, right)]
     return write(aten.where.self, condition, *branches)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
 
 
 def _compare_inputs_instead(node: fx.Node) -> None:
@@ -77,10 +81,14 @@ def _relu(write: Write, x: fx.Node) -> fx.Node:
 
 
 def _clamp(write: Write, x: fx.Node, low: Any = None, high: Any = None) -> fx.Node | None:
-    if low is not None and high is not None and not low <= high:
+    varies = isinstance(low, fx.Node) or isinstance(high, fx.Node)
+    if low is not None and high is not None and not varies and not low <= high:
         return None  # a constant
     bounded = x if low is None else _where(write, write(aten.lt.Scalar, x, low), low, x)
-    return bounded if high is None else _where(write, write(aten.gt.Scalar, x, high), high, bounded)
+    if high is None:
+        return bounded
+    # Of sizes that vary the lower bound may be the larger one, and then the upper one counts.
+    return _where(write, write(aten.gt.Scalar, bounded if varies else x, high), high, bounded)
 
 
 def _abs(write: Write, x: fx.Node) -> fx.Node:
@@ -95,11 +103,15 @@ def _pick(compare: Any, write: Write, left: fx.Node, right: fx.Node) -> fx.Node 
 
 
 def _is_real(node: fx.Node) -> bool:
-    """Whether floats are computed from floats: complex numbers, which have an absolute value, do not compare."""
+    """Whether floats are computed from floats of the same dtype.
+
+    Complex numbers, which have an absolute value, do not compare; of integers, which a bound may make floats, decisions
+    are exact as they are.
+    """
     value = node.meta.get("val")
     inputs = [i.meta.get("val") for i in node.all_input_nodes]
-    is_complex = any(isinstance(i, torch.Tensor) and i.dtype.is_complex for i in inputs)
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and not is_complex
+    is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return is_float and all(i.dtype is value.dtype for i in inputs if isinstance(i, torch.Tensor))
 
 
 _SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {

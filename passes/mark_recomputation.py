@@ -2,7 +2,8 @@
 
 Recomputed are cheap operators only: pointwise ones, views, casts, indexing, and random numbers from saved seeds. What
 is computed from parameters and unchanging buffers alone, and constants, are always recomputed; and by cheap operators,
-what is computed from the batch, which the caller holds, such as autocast's copy of it. Everything else is saved
+what is computed from the batch, which the caller holds, such as autocast's copy of it. Where NumPy or another process
+may write to the batch's memory, what is made of it is saved as well. Everything else is saved
 where backward needs it: matrix products, for their time (`find_attention` and `find_batched_products` have exceptions);
 reductions and fused normalisations, whose results are small and would be biased if they came from rounded values; and
 every choice of an index, which rounding could flip. Under ``budget_bytes``, which limits the peak, ``"auto"`` saves the
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.edit import is_float
 from gact_fx.graphs.operator_table import CASTS, REORDERS, SCATTERS
-from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.passes.find_batched_products import find_batched_products
 from gact_fx.passes.find_joins import find_joins
@@ -38,6 +39,8 @@ aten = torch.ops.aten
 _MULTIPLES = REORDERS | {aten.mul, aten.div, aten.neg}
 # Elements that share a statistic, at least.
 _FEW = 8
+# What has more bytes than so many times those that it is made of is not saved for these may be written to.
+_LARGER = 8
 
 
 def mark_recomputation(joint: JointGraph, context: Context) -> bool:
@@ -48,6 +51,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
     """
     recompute, products = context.config.recompute, context.products
     from_parameters, held, widened = set(joint.parameters()), set(joint.held_inputs()), set[fx.Node]()
+    foreign = set(joint.foreign_inputs())
     forward = joint.before_tangents()
     if recompute != "off":
         products = products | {node.name for node in find_batched_products(forward) if "recompute" not in node.meta}
@@ -66,6 +70,12 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
         elif recompute != "off" and "recompute" not in node.meta:
             if held.issuperset(node.all_input_nodes):
                 held.add(node)
+            elif not foreign.isdisjoint(node.all_input_nodes):
+                if returns_alias(node.target):
+                    foreign.add(node)
+                elif _nbytes(node) <= _LARGER * sum(map(_nbytes, node.all_input_nodes)):
+                    _mark(node, CheckpointPolicy.MUST_SAVE)
+                continue
             elif _only_widens(node, widened):
                 widened.add(node)
             else:
@@ -120,6 +130,12 @@ def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return max((hint(v.numel()) for v in values if isinstance(v, torch.Tensor)), default=0)
+
+
+def _nbytes(node: fx.Node) -> int:
+    """Bytes of a tensor by its elements, on the traced batch."""
+    value = node.meta.get("val")
+    return hint(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:

@@ -17,7 +17,7 @@ Private, tried with torch 2.11 and 2.13:
 - ``OpOverload.is_view``, and ``fake_mode`` of the fake tensors in ``meta["val"]``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -27,6 +27,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.edit import add_call, ancestors, copy_module, dependents
+from gact_fx.graphs.operators import returns_alias
 from gact_fx.graphs.tensors import storage_key
 from gact_fx.graphs.trees import tree_leaves
 
@@ -120,7 +121,8 @@ class JointGraph:
     """Forward and backward in one graph, as AOTAutograd traces them, with what it says of them.
 
     ``inputs`` are the values that the graph was traced with; ``upstream(i)`` says whether flat input ``i`` is an
-    activation, ``compiler`` names what the partitioner cuts for.
+    activation, ``foreign(i)`` whether its memory is not PyTorch's alone; ``compiler`` names what the partitioner cuts
+    for.
     """
 
     joint: fx.GraphModule
@@ -129,6 +131,7 @@ class JointGraph:
     num_fwd_outputs: int
     static_lifetime_input_indices: Sequence[int] | None = None
     compiler: str = "inductor"
+    foreign: Callable[[int], bool] = lambda index: False
 
     def copy(self) -> "JointGraph":
         """The same with a graph of its own."""
@@ -142,10 +145,22 @@ class JointGraph:
 
     def held_inputs(self) -> frozenset[fx.Node]:
         """The placeholders of what the caller gives and holds, a batch, and of `parameters`."""
+        return self._given() - self.foreign_inputs() - self.mutated_inputs() | self.parameters()
+
+    def foreign_inputs(self) -> frozenset[fx.Node]:
+        """The placeholders of a batch that NumPy, or another process, may write to before backward runs.
+
+        What backward has to read as it is, in eager PyTorch as well, is none of them.
+        """
+        before = set(self.before_tangents())
+        foreign = {node for node in self._given() if self.foreign(node.meta["desc"].idx)}
+        return frozenset(node for node in foreign if not _is_read_outside(node, before)) - self.parameters()
+
+    def _given(self) -> frozenset[fx.Node]:
+        """The placeholders of what neither an earlier graph nor AOTAutograd has made."""
         inputs = set(self.joint.graph.find_nodes(op="placeholder")).intersection(self.before_tangents())
         indices = {node: getattr(node.meta.get("desc"), "idx", None) for node in inputs}
-        given = {node for node, index in indices.items() if isinstance(index, int) and not self.upstream(index)}
-        return frozenset(given) - self.mutated_inputs() | self.parameters()
+        return frozenset(n for n, index in indices.items() if isinstance(index, int) and not self.upstream(index))
 
     def before_tangents(self) -> list[fx.Node]:
         """The nodes that do not depend on tangents: forward, and what backward could share with it."""
@@ -239,3 +254,10 @@ def _forget_unsaved(forward: fx.GraphModule, copies: frozenset[str]) -> None:
             node.replace_all_uses_with(node.args[0])
             forward.graph.erase_node(node)
     forward.recompile()
+
+
+def _is_read_outside(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    """Whether an operator that is none of ``nodes`` reads ``node``, or a view of it."""
+    users = [user for user in node.users if user.op != "output"]
+    views = [user for user in users if user in nodes and returns_alias(user.target)]
+    return any(user not in nodes for user in users) or any(_is_read_outside(view, nodes) for view in views)

@@ -11,6 +11,7 @@ Private, tried with torch 2.11 and 2.13:
   of ``torch.compiler``);
 - ``torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags``: by it torch 2.11 goes on with the graphs that it
   has when ``requires_grad`` of a parameter changes, whose gradient is then never there (torch 2.12 mended that);
+- ``torch._dynamo.config.skip_nnmodule_hook_guards`` (public would be an option of ``torch.compile``);
 - ``torch._dynamo.config.suppress_errors`` (public would be a getter in ``torch.compiler``);
 - ``torch._dynamo.maybe_mark_dynamic``, and the attributes by which it marks a tensor (public would be an argument of
   ``torch.compile``);
@@ -45,14 +46,19 @@ Backend = str | Callable[..., Any]
 
 
 def compile_apart(
-    function: Callable[..., Any], backend: Backend, *, generation: int = 1, recurrent: bool = False, **options: Any
+    function: Callable[..., Any],
+    backend: Backend,
+    *,
+    generation: int = 1,
+    recurrent: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Callable[..., Any]:
     """``torch.compile(function, backend=backend, **options)``, not held back by what was compiled of the same code
     before.
 
     Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
     these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
-    ``recurrent``: trace nn.LSTM and the like, too.
+    ``recurrent`` is asked in every call whether to trace nn.LSTM and the like, too.
 
     A backend and the graphs that it compiles live as long as what is returned, although Dynamo's caches last.
     """
@@ -65,18 +71,18 @@ def compile_apart(
     vars(compiled)["owner"] = owner
     is_held_back = generation > 1 and not can_isolate
     silent = _said_once()
-    if not is_held_back and not silent and not recurrent and not _MISSES_THAWING:
-        return cast(Callable[..., Any], compiled)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         config = torch._dynamo.config
         limit = (generation if is_held_back else 1) * config.recompile_limit
         ignored = _Unwritten([*config.ignore_logger_methods, *silent])
-        allows = recurrent or config.allow_rnn
+        allows = recurrent() or config.allow_rnn
         skips = config.skip_tensor_guards_with_matching_dict_tags and not _MISSES_THAWING
         changes = {"recompile_limit": limit, "ignore_logger_methods": ignored, "allow_rnn": allows}
-        with config.patch({**changes, "skip_tensor_guards_with_matching_dict_tags": skips}):
+        # A hook that was registered after the first call would not run.
+        guards = {"skip_tensor_guards_with_matching_dict_tags": skips, "skip_nnmodule_hook_guards": False}
+        with config.patch({**changes, **guards}):
             return compiled(*args, **kwargs)
 
     return call

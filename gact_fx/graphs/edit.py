@@ -37,13 +37,17 @@ def infer(node: fx.Node) -> None:
         node.meta["val"] = target(*args, **kwargs)
 
 
-def add_full(graph: fx.Graph, shape: list[int], number: float, like: Any) -> fx.Node:
-    """A tensor full of ``number`` where ``graph`` inserts, with the dtype and device of the fake tensor ``like``."""
+def add_full(graph: fx.Graph, shape: list[int], number: float | fx.Node, like: Any) -> fx.Node:
+    """A tensor full of ``number``, which may be a size that varies, where ``graph`` inserts.
+
+    It has the dtype and device of the fake tensor ``like``.
+    """
     # Not full_like, which Inductor would want decomposed.
     options = {"dtype": like.dtype, "device": like.device}
     node = graph.call_function(aten.full.default, (shape, number), options)
+    value = number.meta["val"] if isinstance(number, fx.Node) else number
     with like.fake_mode:
-        node.meta["val"] = aten.full.default(shape, number, **options)
+        node.meta["val"] = aten.full.default(shape, value, **options)
     return node
 
 

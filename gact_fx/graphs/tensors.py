@@ -65,3 +65,9 @@ def address(x: torch.Tensor) -> int | tuple[int, int]:
 def is_subclass(x: torch.Tensor) -> bool:
     """Whether ``x`` is a tensor of a class of its own (a DTensor), or one that a transform wraps; fake ones are not."""
     return is_traceable_wrapper_subclass(x)
+
+
+def is_foreign(x: object) -> bool:
+    """Whether NumPy or another process may write to the memory of ``x``, a tensor, without PyTorch's knowledge."""
+    is_own = not is_plain(x) or is_fake(x) or x.device.type != "cpu"
+    return not is_own and isinstance(x, torch.Tensor) and (not x.untyped_storage().resizable() or x.is_shared())

@@ -15,7 +15,7 @@ from gact_fx.graphs.dynamo import in_backward
 from gact_fx.graphs.hooks import caller_has_hooks
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.few_rows import FewRows
-from gact_fx.profiling.gradients import sketch
+from gact_fx.profiling.gradients import are_finite, sketch
 from gact_fx.profiling.narrow_codes import narrowed
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
@@ -247,9 +247,7 @@ class Recorder:
             self.on_step([lambda: steps] if is_due else [], gradients)
 
     def settle(self) -> None:
-        """Hand over the last step, where it waits for its rows to be run: before the next one, when most training
-        loops have no gradients in memory.
-        """
+        """Hand over the last step, whose rows wait until the next one: most loops have no gradients in memory then."""
         if self._pending is None or torch.is_inference_mode_enabled():
             return
         (few, gradients), self._pending = self._pending, None
@@ -257,7 +255,9 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for device_type in few.device_types:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-            recordings = self._tried(lambda: few.recordings(parts=2))
+            # A step with infinite gradients is no sample (`Learner`), and its rows cannot be weighed.
+            is_sample = are_finite(gradients.values())
+            recordings = self._tried(lambda: few.recordings(parts=2)) if is_sample else [list]
             if recordings:
                 self.on_step(recordings, gradients)
 

@@ -19,6 +19,7 @@ from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.graphs.late_product import LateProduct, with_late_products
+from gact_fx.graphs.tensors import is_foreign
 from gact_fx.options import is_schedule
 from gact_fx.passes.split_cross_entropy import split_cross_entropy
 from gact_fx.profiling.recorder import Recorder
@@ -66,12 +67,13 @@ class Backend:
         key = GraphKey()
         late = self._split(module)
         # Asked now: what the compiled graph keeps alive must not hold a batch.
-        upstream = _upstream(module, example_inputs, session)
+        upstream = _inputs_with(partial(_is_upstream, session), module, example_inputs)
+        foreign = _inputs_with(is_foreign, module, example_inputs)
 
         def cut(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, **options)))
+            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, foreign=foreign, **options)))
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:
@@ -245,16 +247,19 @@ def _preceded_by(call: Callable[[], None], run: Compiled) -> Compiled:
     return boxed(both)
 
 
-def _upstream(module: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Callable[[int], bool]:
-    """Whether flat input i was computed by an earlier graph, with a gradient, or without one for this graph alone."""
-    regions = session.eager_regions
-
-    def is_upstream(x: object) -> bool:
-        if not isinstance(x, torch.Tensor):
-            return False
-        return not x.is_leaf if x.requires_grad else regions is not None and regions.is_intermediate(x)
-
+def _inputs_with(
+    what: Callable[[object], bool], module: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[[int], bool]:
+    """Whether ``what`` holds of flat input i."""
     # Parameters that Dynamo left inside the module come first among AOTAutograd's inputs.
     offset = len(list(module.parameters())) + len(list(module.buffers()))
-    flags = [is_upstream(x) for x in example_inputs]
+    flags = [what(x) for x in example_inputs]
     return lambda index: 0 <= index - offset < len(flags) and flags[index - offset]
+
+
+def _is_upstream(session: Session, x: object) -> bool:
+    """Whether ``x`` was computed by an earlier graph, with a gradient, or without one for the next graph alone."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    regions = session.eager_regions
+    return not x.is_leaf if x.requires_grad else regions is not None and regions.is_intermediate(x)

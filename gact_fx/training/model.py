@@ -1,6 +1,8 @@
 """A model as the caller holds it, whose calls run what its session says."""
 
 import contextlib
+import copy
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,11 +141,17 @@ class Target:
         if isinstance(backend, str):
             options["options"] = config.inductor_patches or None
         else:
-            modules = all_modules(self._original)
-            recurrent_modules.install(modules)
-            options["recurrent"] = recurrent_modules.can_trace(modules)
+            if self._can_trace_recurrent():
+                # A layer may be put in the place of another one later.
+                options["recurrent"] = self._can_trace_recurrent
         compiled = compile_apart(function, backend, generation=self._generation, **options)
         return compiled if regions is None else regions.around(compiled)
+
+    def _can_trace_recurrent(self) -> bool:
+        """Whether the model has recurrent layers, all of which Dynamo can trace, as they are made to be."""
+        modules = all_modules(self._original)
+        recurrent_modules.install(modules)
+        return recurrent_modules.can_trace(modules)
 
     def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
         """Within, the model runs as it was before compile()."""
@@ -183,3 +191,11 @@ class _CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A method, where the function was defined in a class: all instances share what is compiled."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the function alone, which for a method belongs to the copied object; copies run uncompressed."""
+        return copy.deepcopy(self.__wrapped__, memo)

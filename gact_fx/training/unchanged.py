@@ -23,9 +23,18 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     owner = getattr(function, "__self__", function)
     method = function if inspect.isroutine(function) else type(function).__call__
     plain = inspect.unwrap(getattr(method, "__func__", method))
-    names = inspect.getclosurevars(plain) if inspect.isfunction(plain) else None
-    values = [*names.nonlocals.values(), *names.globals.values()] if names else []
+    values = _variables_of(plain) if inspect.isfunction(plain) else []
     return _modules_in([owner, *getattr(owner, "__dict__", {}).values(), *values])
+
+
+def _variables_of(function: Any) -> list[Any]:
+    """What ``function`` finds in its closure and globals."""
+    values = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        # Within a class body the class, which ``super()`` reads, is not there yet: its cell is empty.
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
 
 
 def _modules_in(values: list[Any]) -> list[nn.Module]:

@@ -103,6 +103,48 @@ def test_integers_are_left_alone() -> None:
     assert pair.backward.code == before
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda n: n.clamp(min=0.5),
+        lambda n: n.clamp_max(2.5),
+        lambda n: torch.clamp_min(n, 0.5),
+        lambda n: n.clamp(0.5, 2.5),
+    ],
+)
+def test_integers_that_a_bound_makes_floats_are_left_alone(function: Function) -> None:
+    """Written in the dtype of the integers, bounds of 0.5 and 2.5 would be 0 and 2."""
+    x = torch.arange(-3, 4)
+    pair = handmade(function, x)
+    (expected,) = pair.backward(x, torch.ones(7))
+    run_pass("expose_decisions", pair)
+    pair.backward.recompile()
+    assert torch.equal(pair.backward(x, torch.ones(7))[0], expected)
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_bounds_may_be_sizes_that_vary(inner: str) -> None:
+    """Positions in a sequence, whose decisions are exact: the bias has a gradient where no bound counts."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length = x.shape[1]
+            at = (self.layer(x) * length).clamp(2, length - 1).clamp(max=0.9 * length)
+            return (at * at.sin()).sum()
+
+    model = Positions()
+    oracle = copy.deepcopy(model)
+    gact_fx.compile(model, budget_bits=8, inner=inner, min_elements=64)
+    for length in (32, 40, 28, 36):
+        x = torch.randn(16, length, 16)
+        model(x).backward(), oracle(x).backward()
+        assert relative_error(gradients(model), gradients(oracle)) < 0.05
+
+
 def test_what_depends_on_tangents_is_left_alone() -> None:
     pair = handmade(lambda x: x, torch.randn(4))
     graph = pair.backward.graph
