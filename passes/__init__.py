@@ -18,6 +18,7 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 
 from gact_fx.options import is_share
 from gact_fx.passes.add_in_place import add_in_place
+from gact_fx.passes.cast_late import cast_late
 from gact_fx.passes.choose_products import choose_products
 from gact_fx.passes.copy_for_replay import copy_for_replay
 from gact_fx.passes.copy_mutated_inputs import copy_mutated_inputs
@@ -82,6 +83,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("multiply_in_turn", multiply_in_turn, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("draw_masks", draw_masks, edits=BOTH, when=lambda c: not c.is_profiling),
     Pass("scatter_late", scatter_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
+    Pass("cast_late", cast_late, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("lower_peak", lower_peak, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("split_convolutions", split_convolutions, edits=BACKWARD, when=lambda c: not c.is_profiling),
     Pass("swap_codes", swap_codes, edits=BOTH, gives="swapped", when=lambda c: c.config.swap and not c.is_profiling),

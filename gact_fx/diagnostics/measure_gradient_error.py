@@ -155,7 +155,7 @@ def _in_place(model: nn.Module, backend: _BothWays) -> Iterator[None]:
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
     recurrent = can_trace(model.modules())
-    compiled = compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=lambda: recurrent)
+    compiled = compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=recurrent)
     with (
         running(model, backend.around(compiled)),
         torch.enable_grad(),

@@ -50,7 +50,7 @@ def compile_apart(
     backend: Backend,
     *,
     generation: int = 1,
-    recurrent: Callable[[], bool] = lambda: False,
+    recurrent: bool | Callable[[], bool] = False,
     **options: Any,
 ) -> Callable[..., Any]:
     """``torch.compile(function, backend=backend, **options)``, not held back by what was compiled of the same code
@@ -58,7 +58,7 @@ def compile_apart(
 
     Frames behind a graph break are one code object for all compilations of a model. ``generation`` says how many of
     these there have been, this one included: torch 2.11 and 2.12 count them together, and get as many times the limit.
-    ``recurrent`` is asked in every call whether to trace nn.LSTM and the like, too.
+    ``recurrent``: whether to trace nn.LSTM and the like, too; a function is asked in every call.
 
     A backend and the graphs that it compiles live as long as what is returned, although Dynamo's caches last.
     """
@@ -77,7 +77,7 @@ def compile_apart(
         config = torch._dynamo.config
         limit = (generation if is_held_back else 1) * config.recompile_limit
         ignored = _Unwritten([*config.ignore_logger_methods, *silent])
-        allows = recurrent() or config.allow_rnn
+        allows = (recurrent() if callable(recurrent) else recurrent) or config.allow_rnn
         skips = config.skip_tensor_guards_with_matching_dict_tags and not _MISSES_THAWING
         changes = {"recompile_limit": limit, "ignore_logger_methods": ignored, "allow_rnn": allows}
         # A hook that was registered after the first call would not run.

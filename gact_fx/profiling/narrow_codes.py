@@ -19,6 +19,7 @@ from gact_fx.graphs.edit import add_call, copy_module
 from gact_fx.graphs.in_place import MAKES_MEMORY
 from gact_fx.passes.add_in_place import add_rows_in_place
 from gact_fx.passes.backward_peak import blob_of
+from gact_fx.passes.cast_late import cast_gradients_late
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.load_blob import convert
 from gact_fx.passes.lower_peak import lower
@@ -34,6 +35,7 @@ PATIENCE = 2
 def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compiled, Compiled]:
     """Forward of the pair, writing codes of ``bits`` where it can, and backward, reading these or the pair's own."""
     copied = replace(pair, forward=copy_module(pair.forward), backward=copy_module(pair.backward))
+    cast_gradients_late(copied.backward.graph)
     # What runs block by block has about as little in memory as loops have.
     lower(copied, fused=True, patience=PATIENCE)
     view_masks(copied.backward.graph)
