@@ -110,8 +110,9 @@ def _is_real(node: fx.Node) -> bool:
     """
     value = node.meta.get("val")
     inputs = [i.meta.get("val") for i in node.all_input_nodes]
-    is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    return is_float and all(i.dtype is value.dtype for i in inputs if isinstance(i, torch.Tensor))
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return False
+    return all(i.dtype is value.dtype for i in inputs if isinstance(i, torch.Tensor))
 
 
 _SPELLINGS: dict[Any, Callable[..., fx.Node | None]] = {

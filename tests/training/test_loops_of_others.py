@@ -159,7 +159,7 @@ def test_a_method_may_be_compiled() -> None:
 
 def test_a_copy_has_a_compiled_method_of_its_own() -> None:
     model = Twice()
-    model.forward = gact_fx.compile(model.forward, budget_bits=8, inner="eager")
+    model.forward = gact_fx.compile(model.forward, budget_bits=8, inner="eager")  # type: ignore[method-assign]
     x = torch.randn(64, WIDE)
     model(x).sum().backward()
     other = copy.deepcopy(model)
