@@ -57,7 +57,11 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     means: list[fx.Node] = []
     rstds: list[fx.Node] = []
     for user in x.users:
-        if user.target is aten.var_mean.correction and user.args[0] is x:
+        if (
+            user.target is aten.var_mean.correction
+            and user.args[0] is x
+            and _is_over_channels(user, x.meta["val"].dim())
+        ):
             means += _views(_parts(user, 1))
             shifted = _users(_parts(user, 0), aten.add.Tensor, aten.add.Scalar)
             rstds += _views(_users(shifted, aten.rsqrt.default))
@@ -67,6 +71,12 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             rstds += _views(_parts(user, rstd))
     channels = x.meta["val"].shape[1]
     return [n for n in means if _is_per_channel(n, channels)], [n for n in rstds if _is_per_channel(n, channels)]
+
+
+def _is_over_channels(statistics: fx.Node, dim: int) -> bool:
+    """Whether ``var_mean`` leaves the channels: of sizes that happen to be equal, those of rows look like theirs."""
+    dims = statistics.args[1] if len(statistics.args) > 1 else None
+    return isinstance(dims, Sequence) and {int(d) % dim for d in dims} == {*range(dim)} - {1}
 
 
 def _is_per_channel(node: fx.Node, channels: int) -> bool:

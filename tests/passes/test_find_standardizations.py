@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import gradients, relative_error
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gact_fx
 
@@ -106,3 +107,21 @@ def test_a_channel_that_never_changes() -> None:
     for network in (model, reference):
         network(images()).backward()
     assert relative_error(gradients(model), gradients(reference)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("dims", "are_channels"), [([0, 2], True), ([-3, -1], True), ([0, 1], False), ([1], False), ([1, 2], False)]
+)
+def test_statistics_are_those_of_channels(dims: list[int], are_channels: bool) -> None:
+    """And not of rows or columns, of which there are as many here."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        variance, mean = torch.ops.aten.var_mean.correction(x, dims, correction=0)
+        return (variance + 1e-5).rsqrt().flatten()[:16].view(16), mean.flatten()[:16].view(16)
+
+    graph = make_fx(program, tracing_mode="fake")(torch.randn(16, 16, 16)).graph
+    (x,) = graph.find_nodes(op="placeholder")
+    module = sys.modules["gact_fx.passes.find_standardizations"]
+    means, rstds = module._statistics(x)
+    assert bool(means) is are_channels or len(dims) == 1
+    assert are_channels or not (means or rstds)
