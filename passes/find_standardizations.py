@@ -10,6 +10,7 @@ and the results stay unbiased: what is rounded is still linear in them.
 
 from collections.abc import Mapping, Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,8 +76,8 @@ def _statistics(x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _is_over_channels(statistics: fx.Node, dim: int) -> bool:
     """Whether ``var_mean`` leaves the channels: of sizes that happen to be equal, those of rows look like theirs."""
-    dims = statistics.args[1] if len(statistics.args) > 1 else None
-    return isinstance(dims, Sequence) and {int(d) % dim for d in dims} == {*range(dim)} - {1}
+    dims: Any = statistics.args[1] if len(statistics.args) > 1 else None
+    return dims is not None and {d % dim for d in dims} == {*range(dim)} - {1}
 
 
 def _is_per_channel(node: fx.Node, channels: int) -> bool:
