@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import numel
+from gact_fx.graphs.edit import elements_nbytes
 from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.operator_table import CASTS
@@ -41,5 +41,5 @@ def _widens(cast: fx.Node) -> bool:
     narrow, wide = source.meta.get("val"), cast.meta.get("val")
     if not isinstance(narrow, torch.Tensor) or not isinstance(wide, torch.Tensor) or not is_of_library(base):
         return False
-    is_whole = nbytes(source) == numel(source) * narrow.dtype.itemsize
+    is_whole = nbytes(source) == elements_nbytes(source)
     return is_whole and narrow.dtype.itemsize < wide.dtype.itemsize

@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from gact_fx.graphs.aot import JointGraph
-from gact_fx.graphs.edit import is_float
+from gact_fx.graphs.edit import elements_nbytes, is_float
 from gact_fx.graphs.operator_table import CASTS, REORDERS, SCATTERS
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
@@ -73,7 +73,7 @@ def mark_recomputation(joint: JointGraph, context: Context) -> bool:
             elif not foreign.isdisjoint(node.all_input_nodes):
                 if returns_alias(node.target):
                     foreign.add(node)
-                elif _nbytes(node) <= _LARGER * sum(map(_nbytes, node.all_input_nodes)):
+                elif elements_nbytes(node) <= _LARGER * sum(map(elements_nbytes, node.all_input_nodes)):
                     _mark(node, CheckpointPolicy.MUST_SAVE)
                 continue
             elif _only_widens(node, widened):
@@ -130,12 +130,6 @@ def _numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     return max((hint(v.numel()) for v in values if isinstance(v, torch.Tensor)), default=0)
-
-
-def _nbytes(node: fx.Node) -> int:
-    """Bytes of a tensor by its elements, on the traced batch."""
-    value = node.meta.get("val")
-    return hint(value.numel()) * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 def _mark(node: fx.Node, policy: CheckpointPolicy) -> None:

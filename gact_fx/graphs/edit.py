@@ -113,6 +113,12 @@ def numel(node: fx.Node) -> int:
     return sum(hint(x.numel()) for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
 
 
+def elements_nbytes(node: fx.Node) -> int:
+    """Bytes of the tensors that ``node`` gives by their elements, wherever these lie, on the traced batch."""
+    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    return sum(hint(x.numel()) * x.dtype.itemsize for x in values)
+
+
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """A copy whose graph can be edited by itself; tensors are shared."""
     return fx.GraphModule(module, copy.deepcopy(module.graph))

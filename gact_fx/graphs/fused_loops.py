@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graphs.edit import elements_nbytes
 from gact_fx.graphs.operator_table import CONSTANTS, LIBRARY, REDUCTIONS
 from gact_fx.graphs.operators import packet_of
-from gact_fx.graphs.sizes import hint
-from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
 LOOPS = ("aten", "prims")
@@ -106,13 +105,8 @@ def _find_repeated(
 
 
 def _reads_little(node: fx.Node, reads: Collection[fx.Node]) -> bool:
-    made = _nbytes(node)
-    return made >= LEAST_NBYTES and sum(map(_nbytes, reads)) <= MOST_READ * made
-
-
-def _nbytes(node: fx.Node) -> int:
-    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return sum(hint(value.numel()) * value.dtype.itemsize for value in values)
+    made = elements_nbytes(node)
+    return made >= LEAST_NBYTES and sum(map(elements_nbytes, reads)) <= MOST_READ * made
 
 
 def _is_loop(node: fx.Node) -> bool:

@@ -69,8 +69,8 @@ def _menu(
     tensor, how = item.tensor, item.how
     measured = item.sensitivity if _is_known(item.sensitivity) else None
     # What moves the gradient by nothing may do so later: a loss that had no weight in the measured step.
-    is_silent = measured is None or measured.value == 0
-    sensitivity = tensor.numel * max(mean if is_silent or measured is None else measured.value / tensor.numel, floor)
+    per_element = measured.value / tensor.numel if measured is not None and measured.value != 0 else mean
+    sensitivity = tensor.numel * max(per_element, floor)
     codes = [code for code in codes if code.bits != BFLOAT16_BITS or how.takes_bfloat16(tensor)]
     choices = _other_ways(item, sensitivity, codes)
     # Beside more exact bits than that, codes of values are of little use.

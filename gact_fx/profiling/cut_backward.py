@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from gact_fx.codec.packed_tensors import packed_nbytes
+from gact_fx.graphs.edit import elements_nbytes
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.trees import tree_leaves
@@ -136,7 +137,7 @@ def _costs(nodes: Sequence[fx.Node], loads: Collection[fx.Node]) -> tuple[list[f
         new = {i for i in node.all_input_nodes if i in loads} - loaded
         loaded |= new
         is_view = node.target is getitem or returns_alias(node.target)
-        work.append((0.0 if is_view else _nbytes(node)) + sum(_nbytes(i) for i in new))
+        work.append((0.0 if is_view else elements_nbytes(node)) + sum(map(elements_nbytes, new)))
         kept.append(_packed_nbytes(node))
         if isinstance(node.meta.get("val"), (tuple, list)):
             # Its parts cross instead.
@@ -180,10 +181,6 @@ def _best_ends(
         ends.append(end)
         end = before[end]
     return total[-1], ends[::-1]
-
-
-def _nbytes(node: fx.Node) -> float:
-    return float(sum(hint(x.numel()) * x.dtype.itemsize for x in _tensors(node)))
 
 
 def _packed_nbytes(node: fx.Node) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gact_fx
+from gact_fx.graphs.recurrent_modules import IS_FOLLOWED
 from gact_fx.graphs.tensors import is_foreign
 
 WIDE = 256
@@ -174,7 +175,7 @@ def test_a_copy_has_a_compiled_method_of_its_own() -> None:
     assert model.second.bias.grad is None
 
 
-@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < "2.13", reason="torch 2.13 follows the layer")
+@pytest.mark.skipif(not IS_FOLLOWED, reason="recurrent layers are compiled from torch 2.13 on")
 def test_a_recurrent_layer_may_be_replaced() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
