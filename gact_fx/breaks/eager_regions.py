@@ -25,7 +25,7 @@ from gact_fx.codec.layout import SOURCE_DTYPES
 from gact_fx.codec.packed_tensors import Packed, is_expanded, pack_in, scale_of_mask
 from gact_fx.graphs.autograd_graph import saved_by
 from gact_fx.graphs.dynamo import is_forced_eager
-from gact_fx.graphs.hooks import hooks_are_forbidden, refuses_hooks, top_hooks
+from gact_fx.graphs.hooks import allow_hooks, hooks_are_forbidden, refuses_hooks, top_hooks
 from gact_fx.graphs.tensors import StorageWeakRef, address, is_fake, is_plain, storage_key, version
 from gact_fx.graphs.trees import tree_leaves
 from gact_fx.plan import tensor_seed
@@ -98,11 +98,13 @@ class EagerRegions:
             except RuntimeError as error:
                 if not refuses_hooks(error):
                     raise
+                # There was no ban when the call began.
+                allow_hooks()
                 self._is_off, self._passes, self._planned_passes = True, [], []
                 log.warning(
-                    "torch.func runs in eager PyTorch between compiled graphs, and admits no saved-tensor hooks: what "
-                    "is saved there stays exact from now on; this forward pass was begun twice. "
-                    'TORCH_LOGS="graph_breaks" names the line that keeps it out of the graphs'
+                    "torch.func admits no saved-tensor hooks: what eager PyTorch saves between compiled graphs stays "
+                    "exact from now on; this forward pass was begun twice. "
+                    'TORCH_LOGS="graph_breaks" names lines that stay out of the graphs, if any do'
                 )
             finally:
                 self._call = self._frame = None

@@ -1,9 +1,9 @@
 """Which saved-tensor hooks are active, and how ours are paused.
 
 Private, tried with torch 2.11 and 2.13: ``torch._C._autograd._top_saved_tensors_default_hooks``, and what PyTorch's own
-``disable_saved_tensors_hooks`` calls, ``_saved_tensors_hooks_get_disabled_error_message`` and
-``_saved_tensors_hooks_disable`` (public would be functions of ``torch.autograd.graph`` that say which hooks are active,
-and whether they may be set).
+``disable_saved_tensors_hooks`` calls, ``_saved_tensors_hooks_get_disabled_error_message``,
+``_saved_tensors_hooks_disable`` and ``_saved_tensors_hooks_enable`` (public would be functions of
+``torch.autograd.graph`` that say which hooks are active, and whether they may be set, and one that allows them again).
 """
 
 import contextlib
@@ -37,6 +37,11 @@ def refuses_hooks(error: BaseException) -> bool:
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and "_saved_tensors_hooks_disable" in frames[-1].f_code.co_names
+
+
+def allow_hooks() -> None:
+    """Lift the ban that what `refuses_hooks` leaves behind where Dynamo traces it, for all of the process."""
+    torch._C._autograd._saved_tensors_hooks_enable()
 
 
 @contextlib.contextmanager

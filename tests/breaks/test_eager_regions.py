@@ -416,3 +416,28 @@ def test_what_profiling_stores_does_not_hold_itself() -> None:
     storage = StorageWeakRef(result.untyped_storage())
     del result
     assert storage.expired()
+
+
+class Energy(nn.Module):
+    """A gradient within the model, which Dynamo traces into the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+        self.outer = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.outer(x)
+        slope = torch.func.vmap(torch.func.grad(lambda z: self.inner(z).sum()))(x)
+        return (slope - x).square().mean() + self.inner(x).square().mean()
+
+
+@pytest.mark.parametrize("has_samples", [False, True])
+def test_a_gradient_within_the_graph_leaves_no_ban_of_hooks(has_samples: bool) -> None:
+    model, batch = Energy(), torch.randn(128, 8)
+    ours = compiled(model, budget_bits=8, sample_batches=[(batch,)] if has_samples else None)
+    assert error(train(ours, batch, 4), train(model, batch)) < 0.02
+    report = gact_fx.inspect(ours)
+    assert report.bytes_after < report.bytes_before / 3
+    with torch.autograd.graph.save_on_cpu():
+        model.outer(batch)
