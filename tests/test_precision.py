@@ -97,3 +97,18 @@ def test_a_gradient_scaler_that_starts_too_high() -> None:
         reference.load_state_dict(model.state_dict())
     assert 2 < overflows < 20
     assert gact_fx.inspect(model).ratio > 1.5
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_instance_norm_under_autocast(affine: bool) -> None:
+    """Its statistics are in float32, whatever PyTorch's fake tensors say."""
+    model = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1), nn.InstanceNorm2d(64, affine=affine), nn.SiLU())
+    reference, x = copy.deepcopy(model), torch.randn(16, 8, 12, 12)
+    gact_fx.compile(model, budget_bits=8, inner="eager")
+    for _ in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = each(x)
+            out.float().square().mean().backward()
+    assert relative_error(gradients_of(model), gradients_of(reference)) < 0.02

@@ -46,9 +46,10 @@ REDUCTIONS: Table = frozenset(
 # Of several results these, by position, are statistics of rows or channels.
 STATISTICS: dict[object, tuple[int, ...]] = {
     aten.native_layer_norm: (1, 2), aten.native_group_norm: (1, 2), aten.native_batch_norm: (1, 2),
-    aten._native_batch_norm_legit_functional: (1, 2, 3, 4), aten._scaled_dot_product_flash_attention_for_cpu: (1,),
-    aten._scaled_dot_product_flash_attention: (1,), aten._scaled_dot_product_efficient_attention: (1,),
-    aten._scaled_dot_product_cudnn_attention: (1,), torch.ops.gact_fx.linear_cross_entropy: (0, 1),
+    aten._native_batch_norm_legit: (1, 2), aten._native_batch_norm_legit_functional: (1, 2, 3, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu: (1,), aten._scaled_dot_product_flash_attention: (1,),
+    aten._scaled_dot_product_efficient_attention: (1,), aten._scaled_dot_product_cudnn_attention: (1,),
+    torch.ops.gact_fx.linear_cross_entropy: (0, 1),
 }  # fmt: skip
 # Fused attention's backward and its forward: on the CPU; on a GPU in half precision; there with masks, or in float32;
 # and cuDNN's. Their schemas name alike what they share.
