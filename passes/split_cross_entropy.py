@@ -62,7 +62,7 @@ def _split(graph: fx.Graph, loss: fx.Node, head: Head) -> fx.Node:
         options = (arguments["ignore_index"], arguments["label_smoothing"])
         both = graph.call_function(_OPERATOR, (rows, weight, bias, target, weights, None, *options))
         of_rows, lse = (graph.call_function(operator.getitem, (both, index)) for index in range(2))
-        _replace(graph, loss, _reduced(graph, of_rows, arguments))
+        _replace(graph, loss, _reduced(graph, of_rows, arguments, value(loss).dtype))
     for other in find_logsumexps(graph, head, both):
         with graph.inserting_before(other):
             _replace(graph, other, lse)
@@ -70,8 +70,8 @@ def _split(graph: fx.Graph, loss: fx.Node, head: Head) -> fx.Node:
     return both
 
 
-def _reduced(graph: fx.Graph, of_rows: fx.Node, arguments: dict[str, Any]) -> fx.Node:
-    """The sum or mean of the rows' losses, as the ``arguments`` of ``F.cross_entropy`` say."""
+def _reduced(graph: fx.Graph, of_rows: fx.Node, arguments: dict[str, Any], dtype: torch.dtype) -> fx.Node:
+    """The sum or mean of the rows' losses, of that ``dtype``, as the ``arguments`` of ``F.cross_entropy`` say."""
     if arguments["reduction"] == "none":
         return of_rows
     total = graph.call_method("sum", (of_rows,))
@@ -82,8 +82,11 @@ def _reduced(graph: fx.Graph, of_rows: fx.Node, arguments: dict[str, Any]) -> fx
     if weights is not None:
         index = graph.call_function(torch.where, (counts, target, 0))
         own = graph.call_function(operator.getitem, (weights, index))
-        counts = graph.call_function(operator.mul, (own, counts))
-    return graph.call_function(operator.truediv, (total, graph.call_method("sum", (counts,))))
+        # Of many rows, a sum in 16 bits would be rounded.
+        wide = graph.call_method("to", (own, torch.promote_types(value(weights).dtype, torch.float32)))
+        counts = graph.call_function(operator.mul, (wide, counts))
+    mean = graph.call_function(operator.truediv, (total, graph.call_method("sum", (counts,))))
+    return mean if weights is None else graph.call_method("to", (mean, dtype))
 
 
 def _share(graph: fx.Graph, head: Head, call: fx.Node) -> None:

@@ -323,6 +323,20 @@ def test_under_autocast_no_weight_is_cast_whole() -> None:
     assert relative_error(gradients(model), gradients(reference)) < 1e-2
 
 
+def test_weights_of_16_bits_are_summed_in_32() -> None:
+    """The mean of many rows divides by the sum of their weights, which autocast has in float32."""
+    weights = WEIGHTS.bfloat16()
+    model, reference = pair(lambda z, y: F.cross_entropy(*rows(z, y), weights))
+    watched, (tokens, labels) = Watched(), batch()
+    given = tokens.repeat(100, 1), labels.repeat(100, 1)
+    losses = []
+    for network in (torch.compile(model, backend=watched), reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(network(*given).detach())
+    assert watched.calls == 1 and losses[0].dtype == losses[1].dtype
+    assert relative_error(losses[:1], losses[1:]) < 1e-4
+
+
 def test_whoever_reads_the_loss_alone_gets_no_logits() -> None:
     model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z))
     watched, given = Watched(loss_only=True), batch()
