@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Trace, analyze, insert, relative_error, run_pass
+from conftest import Trace, analyze, gradients, insert, relative_error, run_pass
 from torch import fx, nn
 
 import gact_fx
@@ -282,3 +282,14 @@ def test_no_round_leaves_a_higher_peak(
     before = Look.at(pair, fused=inner == "inductor").level
     run_pass("lower_peak", pair, inner=inner)
     assert Look.at(pair, fused=inner == "inductor").level <= before
+
+
+def test_what_is_decoded_again_may_have_other_strides() -> None:
+    """Inductor's convolutions are channels last; instance norm views one as a batch norm of as many more channels."""
+    model = nn.Sequential(nn.Conv2d(8, 64, 3, padding=1), nn.InstanceNorm2d(64), nn.SiLU(), nn.Conv2d(64, 4, 3))
+    x, reference = torch.randn(16, 8, 12, 12), copy.deepcopy(model)
+    gact_fx.compile(model, budget_bits=8)
+    for network in (*[model] * 3, reference):
+        network.zero_grad()
+        network(x).square().mean().backward()
+    assert relative_error(gradients(model), gradients(reference)) < 0.01
