@@ -1,4 +1,4 @@
-"""Pointwise calls, and sums of what they make, as one function that runs block by block.
+"""Pointwise calls and sums of what they make, or a call of independent rows, as a function that runs block by block.
 
 Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
 question whether somebody sees every operator that runs).
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from gact_fx.graphs.operators import MAKES_MEMORY
 
 # A tensor is cut into so many blocks, a large one into more that have about so many elements, and what has fewer bytes
 # not at all.
@@ -36,8 +38,7 @@ class Blocks:
     def write(self, given: Sequence[Any], over: Sequence[torch.Tensor]) -> Sequence[Any]:
         """The results, written where they fit to those of the tensors ``given`` that nobody else reads, ``over``."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        if not is_plain or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
+        if not all(map(_is_plain, tensors)) or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
             found: Sequence[Any] = self._run(list(given))
             return found
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -59,6 +60,36 @@ class Blocks:
                 else:
                     result.narrow(axis, low, high - low).copy_(part)
         return tuple(results)
+
+
+class Rows:
+    """A call of the operator ``target``, of one tensor whose rows do not depend on each other, some rows at a time.
+
+    What the operator has in memory within, PyTorch's own decomposition of it say, is then as small.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.__name__, self._target = f"rows_of_{target.__name__.split('.')[0]}", target
+        setattr(self, MAKES_MEMORY, True)
+
+    def __call__(self, x: torch.Tensor, *rest: Any) -> Any:
+        """What ``target`` gives: a tensor, or several."""
+        size = len(x)
+        count = min(x.numel() // BLOCK_NUMEL, size)
+        if count < 2 or not _is_plain(x) or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
+            return self._target(x, *rest)
+        results: list[torch.Tensor] = []
+        for low, high in ((size * at // count, size * (at + 1) // count) for at in range(count)):
+            found = self._target(x[low:high], *rest)
+            parts = [found] if isinstance(found, torch.Tensor) else found
+            results = results or [_like(part, 0, size, []) for part in parts]
+            for result, part in zip(results, parts, strict=True):
+                result[low:high] = part
+        return results[0] if isinstance(found, torch.Tensor) else tuple(results)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _axis(dimension: int, how: Sum | None) -> int | None:

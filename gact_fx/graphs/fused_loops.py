@@ -15,7 +15,7 @@ from torch import fx
 
 from gact_fx.graphs.edit import elements_nbytes
 from gact_fx.graphs.operator_table import CONSTANTS, LIBRARY, REDUCTIONS
-from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.operators import MAKES_MEMORY, packet_of
 
 aten = torch.ops.aten
 LOOPS = ("aten", "prims")
@@ -33,7 +33,9 @@ Readers = Mapping[fx.Node, set[fx.Node]]
 def is_of_library(node: fx.Node) -> bool:
     """Whether Inductor generates no loops for what ``node`` calls: a library has it, or it is not PyTorch's own."""
     packet = packet_of(node)
-    return packet is not None and (packet in LIBRARY or is_foreign(node))
+    if packet is None:
+        return getattr(node.target, MAKES_MEMORY, False)
+    return packet in LIBRARY or is_foreign(node)
 
 
 def is_foreign(node: fx.Node) -> bool:

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks, Run, Sum
+from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks, Rows, Run, Sum
 from gact_fx.graphs.compute_again import compute_again
 from gact_fx.graphs.edit import copy_module
 from gact_fx.graphs.operator_table import CASTS
-from gact_fx.graphs.operators import OpOverload, packet_of, returns_alias, writes
+from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writes
 from gact_fx.graphs.sizes import have_same_shape, hint
 from gact_fx.graphs.trees import tree_leaves
+
+# A result with less than this share of the bytes of what it is made of counts as small.
+MUCH_LESS = 0.6
+# Of a window's elements PyTorch computes eight bytes each for the position of the largest one, several times over.
+_OF_ROWS = ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices")
 
 
 def in_blocks(module: fx.GraphModule, interpret: Callable[[fx.GraphModule], Run]) -> fx.GraphModule:
@@ -29,6 +34,10 @@ def in_blocks(module: fx.GraphModule, interpret: Callable[[fx.GraphModule], Run]
     compute_again(found.graph, {node for node in found.graph.nodes if _is_pointwise(node)})
     for nodes in _runs(found.graph):
         _replace(found.graph, nodes, interpret)
+    for node in found.graph.nodes:
+        if name_of(node.target) in _OF_ROWS:
+            # One image, without rows, would be a batch of its channels, which do not depend on each other either.
+            node.target = Rows(node.target)
     found.graph.lint()
     return found
 
@@ -92,16 +101,22 @@ def _is_pointwise(node: fx.Node) -> bool:
     is_known = torch.Tag.pointwise in node.target.tags or packet_of(node) in CASTS
     # A clone's purpose may be its layout.
     is_plain = is_known and not (is_drawn or writes(node.target) or packet_of(node) is torch.ops.aten.clone)
-    return is_plain and hint(value.numel()) * value.dtype.itemsize >= LEAST_NBYTES
+    return is_plain and _nbytes(node) >= LEAST_NBYTES
 
 
 def _is_small(node: fx.Node) -> bool:
-    """Whether it makes no difference if ``node`` runs somewhat earlier."""
+    """Whether it makes next to no difference if ``node`` runs somewhat earlier: codes are held from there on anyway."""
     if node.op != "call_function" or writes(node.target):
         return False
-    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    read = max((_nbytes(source) for source in node.all_input_nodes), default=0)
     is_view = node.target is getitem or returns_alias(node.target)
-    return is_view or all(hint(x.numel()) * x.dtype.itemsize < LEAST_NBYTES for x in values)
+    return is_view or _nbytes(node) < max(LEAST_NBYTES, read * MUCH_LESS)
+
+
+def _nbytes(node: fx.Node) -> float:
+    """The bytes of the largest tensor that ``node`` gives."""
+    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    return max((hint(x.numel()) * x.dtype.itemsize for x in values), default=0)
 
 
 def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], interpret: Callable[[fx.GraphModule], Run]) -> None:

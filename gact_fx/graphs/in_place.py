@@ -17,14 +17,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gact_fx.graphs.blocks import Blocks
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operator_table import CASTS, LIBRARY
-from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writing_form
+from gact_fx.graphs.operators import MAKES_MEMORY, OpOverload, name_of, packet_of, returns_alias, writing_form
 from gact_fx.graphs.sizes import have_same_shape, hint, is_same
 from gact_fx.graphs.trees import tree_leaves
 
 # As `GraphInterpreter` runs them, they may return memory that they read, whatever their schema says.
 _VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default", "gact_fx.behind.default"})
-# Functions, beside operators, whose result is memory of its own have this attribute.
-MAKES_MEMORY = "makes_memory"
 
 
 class InPlaceInterpreter(GraphInterpreter):

@@ -21,6 +21,10 @@ def name_of(target: Any) -> str:
     return str(getattr(target, "_opname", ""))
 
 
+# Functions that graphs call beside operators, and whose result is memory of its own, have this attribute.
+MAKES_MEMORY = "makes_memory"
+
+
 def packet_of(node: object) -> Any:
     """The operator that ``node`` calls, of whatever overload; None of what calls none."""
     return getattr(getattr(node, "target", None), "overloadpacket", None)

@@ -16,7 +16,7 @@ from gact_fx.codec.code import WIDTHS, Code
 from gact_fx.graphs.aot import GraphPair, SavedValue
 from gact_fx.graphs.compilers import Compiled, interpret_in_blocks, without_views
 from gact_fx.graphs.edit import add_call, copy_module
-from gact_fx.graphs.in_place import MAKES_MEMORY
+from gact_fx.graphs.operators import MAKES_MEMORY
 from gact_fx.passes.add_in_place import add_rows_in_place
 from gact_fx.passes.backward_peak import blob_of
 from gact_fx.passes.cast_late import cast_gradients_late
@@ -85,6 +85,7 @@ def _compress(width: int) -> Callable[..., Tensor]:
         blob = compress(x, width, *rest)
         return torch.cat([blob, blob.new_zeros(1)])
 
+    setattr(narrow_compress, MAKES_MEMORY, True)
     return narrow_compress
 
 

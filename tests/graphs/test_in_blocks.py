@@ -1,5 +1,6 @@
 """Block by block pointwise operators give what they give at once, in less memory."""
 
+import importlib
 from collections.abc import Callable
 from operator import getitem
 from typing import Any
@@ -11,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks
+from gact_fx.graphs.blocks import BLOCK_NUMEL, LEAST_NBYTES, Blocks, Rows
 from gact_fx.graphs.compilers import interpret_graph, interpret_in_blocks
 from gact_fx.graphs.compute_again import compute_again
 from gact_fx.graphs.in_blocks import in_blocks
@@ -85,6 +86,35 @@ def test_what_is_made_on_the_way_is_as_large_as_a_block() -> None:
     graph = graph_of(lambda x: [(x * (s := x.sigmoid())) * (1 + x * (1 - s))], X)
     assert peak(interpret_graph(graph), [X]) > 2.9 * NBYTES
     assert peak(interpret_in_blocks(graph), [X]) < 1.5 * NBYTES
+
+
+def test_codes_are_written_in_between() -> None:
+    """What is half as large as what it is made of splits no chain that does not read it."""
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        wide = x.double() * 2
+        codes = torch.cat([y.to(torch.uint8)])
+        return [codes, (wide.sin() + 1).float()]
+
+    y = torch.randn(SHAPE)
+    assert peak(interpret_in_blocks(graph_of(chain, X, y)), [X, y]) < 2 * NBYTES
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_pool_runs_some_rows_at_a_time(memory_format: torch.memory_format) -> None:
+    importlib.import_module("torch._inductor.inductor_prims")
+    prims, window = torch.ops.prims, ([3, 3], [2, 2], [1, 1], [1, 1])
+    x = torch.randn(13, 64, 40, 36).to(memory_format=memory_format)
+    pool, places = (
+        prims._low_memory_max_pool_with_offsets.default,
+        prims._low_memory_max_pool_offsets_to_indices.default,
+    )
+    assert x.numel() > 2 * BLOCK_NUMEL
+    with torch.no_grad():
+        (whole, offsets), (found, where) = pool(x, *window, False), Rows(pool)(x, *window, False)
+        size = window[0], [40, 36], *window[1:]
+        for a, b in ((whole, found), (offsets, where), (places(offsets, *size), Rows(places)(offsets, *size))):
+            assert a.equal(b) and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def test_large_tensors_have_smaller_blocks() -> None:
