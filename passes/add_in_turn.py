@@ -13,9 +13,9 @@ from torch import fx
 
 from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.live_memory import Span, storages
-from gact_fx.passes.backward_peak import Look, behind, decompress, drop_unread, is_given, read_behind, tensor_in
+from gact_fx.passes.backward_peak import Look, anchor_of, decompress, drop_unread, is_given, make_before, tensor_in
 
-_FEW = 3
+_FEW = 2
 
 
 def add_values(look: Look) -> bool:
@@ -23,7 +23,7 @@ def add_values(look: Look) -> bool:
 
     Edits the graph in place; returns whether there was such a sum.
     """
-    live = {s.node for s in look.live if look.is_repeatable(s.node) and look.life.at.get(s.node) != look.peak}
+    live = {n for n in (s.node for s in look.live) if look.is_repeatable(n) and _is_before_result(look, n)}
     if len(live) < _FEW:
         return False
     parts = _parts(look, live)
@@ -36,6 +36,11 @@ def add_values(look: Look) -> bool:
         if is_sum and _decode_behind(look, node, one, others, parts):
             return True
     return False
+
+
+def _is_before_result(look: Look, node: fx.Node) -> bool:
+    """Whether ``node`` is there before the peak, or is decoded at the peak: other calls there make the result."""
+    return node.target is decompress or look.life.at.get(node) != look.peak
 
 
 def _parts(look: Look, live: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.Node]]:
@@ -58,9 +63,8 @@ def _decode_behind(
     (decoding,) = parts[one]
     if decoding.target is not decompress:
         return False
-    blob = decoding.args[0]
-    ties = [blob] if isinstance(blob, fx.Node) and blob.target is behind else []
-    was_done = any(source not in look.depends for tie in ties for source in tie.all_input_nodes[1:])
+    anchor = anchor_of(decoding)
+    was_done = anchor is not None and anchor not in look.depends
     before = ancestors([others], is_given)
     path = sorted(node for node in ancestors([one], is_given) if decoding in parts[node])
     if was_done or any(node in before for node in path):
@@ -79,19 +83,20 @@ def add_gradients(look: Look) -> bool:
         return False
     spans = {tensor: span for span in look.life.spans if (tensor := tensor_in(span)) is not None}
     made = _sources(look, {span.node for span in look.life.spans})
-    live = [span for span in look.live if span.start < look.peak < span.end and span.node in look.depends]
-    waiting = {tensor: span for span in live if (tensor := tensor_in(span)) is not None}
-    best: tuple[int, fx.Node, int] | None = None
+    waiting = {tensor: s for s in look.live if s.start < look.peak and (tensor := tensor_in(s)) is not None}
+    last = _last_reads(look)
+    found: list[tuple[int, fx.Node, int]] = []
     for node in look.graph.nodes:
         given = [source for source in made[node] if source.op == "call_function"]
         is_kept = node.op != "call_function" or given == [node] or node not in look.depends
         if is_kept or len(given) < 2 or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         start = max(spans[n].start if n in spans else look.life.at.get(n, look.peak) for n in given)
-        gain = _freed(look, node, given, waiting) - sum(storages(node).values())
-        if start < look.peak and gain >= look.live[-1].nbytes and (best is None or gain > best[0]):
-            best = gain, node, start
-    return best is not None and _add_before(look, best[1], best[2])
+        gain = _freed(look, node, given, waiting, made, last) - sum(storages(node).values())
+        if start < look.peak and gain >= look.live[-1].nbytes:
+            found.append((gain, node, start))
+    found.sort(key=lambda each: -each[0])
+    return any(make_before(look, node, start) for _, node, start in found)
 
 
 def _sources(look: Look, makers: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.Node]]:
@@ -104,24 +109,29 @@ def _sources(look: Look, makers: set[fx.Node]) -> Mapping[fx.Node, frozenset[fx.
     return found
 
 
-def _freed(look: Look, total: fx.Node, given: list[fx.Node], waiting: Mapping[fx.Node, Span]) -> int:
+def _last_reads(look: Look) -> Mapping[fx.Node, int]:
+    """By node, the last call that reads it, or what is computed from it where that is in no memory."""
+    found: dict[fx.Node, int] = {}
+    for node in reversed(look.graph.nodes):
+        reads = (found[user] if user in look.life.inlined else look.life.at.get(user, look.peak) for user in node.users)
+        found[node] = max(reads, default=-1)
+    return found
+
+
+def _freed(
+    look: Look,
+    total: fx.Node,
+    given: list[fx.Node],
+    waiting: Mapping[fx.Node, Span],
+    made: Mapping[fx.Node, frozenset[fx.Node]],
+    last: Mapping[fx.Node, int],
+) -> int:
     """The bytes of those ``given`` for ``total`` that wait at the peak for ``total`` alone."""
     inside = ancestors([total], lambda node: node in given or node.op == "placeholder")
-    freed = 0
-    for node in given:
-        readers = [user for user in node.users if user not in inside]
-        if node in waiting and all(look.life.at.get(user, look.peak) < look.peak for user in readers):
-            freed += waiting[node].nbytes
-    return freed
-
-
-def _add_before(look: Look, total: fx.Node, start: int) -> bool:
-    """Make ``total``, whose sources are there after call ``start``, before the next value is decoded for the peak."""
-    decodings = [s.node for s in look.live if s.node.target is decompress and start < s.start]
-    if not decodings:
-        return False
-    place = min(decodings)
-    for node in sorted(n for n in ancestors([total], lambda n: n < place) if n > place):
-        place.prepend(node)
-    read_behind(place, total)
-    return True
+    needed: set[fx.Node] = set()
+    for node in inside - {total}:
+        others = [user for user in node.users if user not in inside]
+        reads = (last[user] if user in look.life.inlined else look.life.at.get(user, look.peak) for user in others)
+        if max(reads, default=-1) >= look.peak:
+            needed |= made[node]
+    return sum(waiting[node].nbytes for node in given if node in waiting and node not in needed)

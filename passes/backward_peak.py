@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, infer
+from gact_fx.graphs.edit import add_call, ancestors, infer
 from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.graphs.live_memory import Lifetimes, Span, lifetimes, storages
 from gact_fx.graphs.operators import OpOverload, writes
@@ -18,6 +18,7 @@ from gact_fx.passes.find_masks import draws
 
 decompress = torch.ops.gact_fx.decompress.default
 behind = torch.ops.gact_fx.behind.default
+made = torch.ops.gact_fx.made.default
 # What has a smaller share of all that is live at the peak is left alone, and what has fewer bytes.
 _SHARE, WORTH_NBYTES = 1 / 100, 2**18
 
@@ -95,14 +96,59 @@ def drop_unread(nodes: Iterable[fx.Node]) -> None:
 
 
 def read_behind(decoding: fx.Node, anchor: fx.Node) -> None:
-    """Have ``decoding``, which decompresses, do so once ``anchor`` is there, and not before."""
+    """Have ``decoding``, which decompresses, do so once ``anchor`` is there, and not before.
+
+    What `make_before` has in memory for it stays there; what else it was decoded behind is forgotten.
+    """
+    before = _before(decoding)
+    if before is not None and before.target is made:
+        with decoding.graph.inserting_before(decoding):
+            anchor = add_call(decoding.graph, made, (anchor, before), f"{anchor.name}_made")
+    _tie(decoding, anchor)
+
+
+def anchor_of(decoding: fx.Node) -> fx.Node | None:
+    """What ``decoding`` was last said to be behind, None where it reads its blob at once."""
+    before = _before(decoding)
+    anchor = before.args[0] if before is not None and before.target is made else before
+    return anchor if isinstance(anchor, fx.Node) else None
+
+
+def _before(decoding: fx.Node) -> fx.Node | None:
+    blob = decoding.args[0]
+    before = blob.args[1] if isinstance(blob, fx.Node) and blob.target is behind else None
+    return before if isinstance(before, fx.Node) else None
+
+
+def _tie(decoding: fx.Node, before: fx.Node) -> None:
     blob = decoding.args[0]
     assert isinstance(blob, fx.Node)
     with decoding.graph.inserting_before(decoding):
-        tied = add_call(decoding.graph, behind, (blob_of(decoding), anchor), f"{anchor.name}_behind")
+        tied = add_call(decoding.graph, behind, (blob_of(decoding), before), f"{before.name}_behind")
     decoding.replace_input_with(blob, tied)
     if blob.target is behind and not blob.users:
         decoding.graph.erase_node(blob)
+
+
+def make_before(look: Look, node: fx.Node, start: int) -> bool:
+    """Have ``node``, whose sources are there after call ``start``, in memory before the next value is decoded.
+
+    Values count that are live at the peak; returns whether there is one. Who reads ``node`` reads what is in memory.
+    """
+    decodings = [span.node for span in look.live if span.node.target is decompress and start < span.start]
+    if not decodings:
+        return False
+    place = min(decodings)
+    for each in sorted(n for n in ancestors([node], lambda n: n < place) if n > place):
+        place.prepend(each)
+    with look.graph.inserting_after(node):
+        token = add_call(look.graph, made, (node,), f"{node.name}_made")
+    if (before := _before(place)) is not None:
+        # What the value is decoded behind already is to be there, too.
+        with look.graph.inserting_before(place):
+            token = add_call(look.graph, made, (before, token), f"{before.name}_too")
+    _tie(place, token)
+    return True
 
 
 def blob_of(decoding: fx.Node) -> fx.Node:

@@ -23,14 +23,17 @@ _SHARE = 0.75
 def keep_parts(look: Look) -> bool:
     """Edit the graph in place; returns whether there was anything of which parts alone are read behind the peak."""
     held = [span for span in look.live if span.start < look.peak < span.last and span.node in look.depends]
-    return any([_keep(look, span) for span in held])
+    aliases = [node for node in look.graph.nodes if returns_alias(node.target)] if held else []
+    return any([_keep(look, span, aliases) for span in held])
 
 
-def _keep(look: Look, span: Span) -> bool:
+def _keep(look: Look, span: Span, aliases: Sequence[fx.Node]) -> bool:
     whole = tensor_in(span)
     if whole is None or whole.op != "call_function":
         return False
-    views, late = _views(look, span, whole), []
+    # What lies in the storage of the span, in the graph's order.
+    views = [whole, *(node for node in aliases if node is not whole and span.key in storages(node))]
+    late = []
     if any(writes(view.target) for view in views):
         return False
     for view in views:
@@ -49,12 +52,6 @@ def _keep(look: Look, span: Span) -> bool:
         assert path is not None
         _copy(look, whole, view, path, views)
     return True
-
-
-def _views(look: Look, span: Span, whole: fx.Node) -> list[fx.Node]:
-    """What lies in the storage of ``span``, in the graph's order."""
-    nodes = look.graph.nodes
-    return [node for node in nodes if node is whole or (returns_alias(node.target) and span.key in storages(node))]
 
 
 def _origin(view: fx.Node, whole: fx.Node) -> Sequence[fx.Node] | None:

@@ -20,6 +20,7 @@ from gact_fx.passes.add_in_turn import add_gradients, add_values
 from gact_fx.passes.backward_peak import Look, decompress
 from gact_fx.passes.decode_again import decode_again, decode_again_for_gradients
 from gact_fx.passes.fuse_codec import is_spelled_out
+from gact_fx.passes.keep_narrow import keep_narrow
 from gact_fx.passes.keep_parts import keep_parts
 from gact_fx.passes.pipeline import Context
 
@@ -28,7 +29,7 @@ _ROUNDS, _PATIENCE = 60, 16
 # The share of the peak that may be left for the rounds to be worth what they cost.
 _WORTH = 0.99
 # What a round tries, the first of them that finds anything. A gradient that is added up needs no value decoded again.
-_WAYS = (keep_parts, decode_again, add_values, add_gradients, decode_again_for_gradients)
+_WAYS = (keep_parts, keep_narrow, decode_again, add_values, add_gradients, decode_again_for_gradients)
 
 
 def lower_peak(pair: GraphPair, context: Context) -> None:

@@ -1,10 +1,10 @@
-"""The operators ``gact_fx::compress``, ``decompress`` and ``behind``: schemas, fakes, implementations.
+"""The operators ``gact_fx::compress``, ``decompress``, ``behind`` and ``made``: schemas, fakes, implementations.
 
 All are pure functions that consume no random numbers: the noise of stochastic rounding is a hash of the seed, the
 element's index and its group's metadata. They have no autograd formula, since they are put into graphs that were
-differentiated already. ``behind`` orders what a compiler would reorder. PyTorch code (`gact_fx.codec.reference`) serves
-the other two on every device; the library ``libgact_fx`` (csrc/) overrides it with kernels where it has them.
-``GACT_FX_NO_EXT=1`` in the environment leaves the library unloaded.
+differentiated already. ``behind`` and ``made`` order what a compiler would reorder. PyTorch code
+(`gact_fx.codec.reference`) serves the other two on every device; the library ``libgact_fx`` (csrc/) overrides it with
+kernels where it has them. ``GACT_FX_NO_EXT=1`` in the environment leaves the library unloaded.
 """
 
 import os
@@ -37,11 +37,17 @@ _library.define(
     tags=_TAGS,
 )
 _library.define("behind(Tensor blob, Tensor before) -> Tensor", tags=_TAGS)
+_library.define("made(Tensor x, Tensor? before=None) -> Tensor", tags=_TAGS)
 
 
 def behind(blob: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """A copy of ``blob``, which no compiler can make until it has made ``before``."""
     return blob.clone()
+
+
+def made(x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+    """A byte that says that ``x`` is in memory, and ``before``, too: no compiler computes it in who reads it then."""
+    return x.new_zeros(1, dtype=torch.uint8)
 
 
 def _compress_fake(x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -67,6 +73,8 @@ for _implementation, _fake in ((reference.compress, _compress_fake), (reference.
 
 _library.impl("behind", behind, "CompositeExplicitAutograd")
 torch.library.register_fake("gact_fx::behind", lambda blob, before: torch.empty_like(blob), lib=_library)
+_library.impl("made", made, "CompositeExplicitAutograd")
+torch.library.register_fake("gact_fx::made", made, lib=_library)
 
 LIBRARY = Path(__file__).parents[1] / f"libgact_fx.{'pyd' if sys.platform == 'win32' else 'so'}"
 

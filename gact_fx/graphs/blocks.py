@@ -1,20 +1,22 @@
 """Pointwise calls and sums of what they make, or a call of independent rows, as a function that runs block by block.
 
-Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
-question whether somebody sees every operator that runs).
+Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode_stack`` (public would
+be a question whether somebody sees every operator that runs), and the module of AOTAutograd's own mode.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gact_fx.graphs.operators import MAKES_MEMORY
 
 # A tensor is cut into so many blocks, a large one into more that have about so many elements, and what has fewer bytes
 # not at all.
 FEW_BLOCKS, MOST_BLOCKS, BLOCK_NUMEL, LEAST_NBYTES = 16, 64, 2**18, 2**20
+# In the first run of a graph, AOTAutograd looks whether custom operators return what they are given.
+_AOT = "torch._functorch."
 # What runs a few operators: it takes the arguments in one list, which it empties, and gives the results.
 Run = Callable[[list[Any]], Any]
 # The dimensions over which a result is a sum, and whether it keeps them.
@@ -38,7 +40,7 @@ class Blocks:
     def write(self, given: Sequence[Any], over: Sequence[torch.Tensor]) -> Sequence[Any]:
         """The results, written where they fit to those of the tensors ``given`` that nobody else reads, ``over``."""
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        if not all(map(_is_plain, tensors)) or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
+        if not all(map(_is_plain, tensors)) or is_watched() or torch.is_grad_enabled():
             found: Sequence[Any] = self._run(list(given))
             return found
         shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -76,7 +78,7 @@ class Rows:
         """What ``target`` gives: a tensor, or several."""
         size = len(x)
         count = min(x.numel() // BLOCK_NUMEL, size)
-        if count < 2 or not _is_plain(x) or _get_current_dispatch_mode() is not None or torch.is_grad_enabled():
+        if count < 2 or not _is_plain(x) or is_watched() or torch.is_grad_enabled():
             return self._target(x, *rest)
         results: list[torch.Tensor] = []
         for low, high in ((size * at // count, size * (at + 1) // count) for at in range(count)):
@@ -86,6 +88,11 @@ class Rows:
             for result, part in zip(results, parts, strict=True):
                 result[low:high] = part
         return results[0] if isinstance(found, torch.Tensor) else tuple(results)
+
+
+def is_watched() -> bool:
+    """Whether a mode of the caller's, which counts operations say, sees every operator that runs."""
+    return any(not type(mode).__module__.startswith(_AOT) for mode in _get_current_dispatch_mode_stack())
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -1,9 +1,6 @@
 """Writes what an operator makes over what it is the last to read, where a graph runs operator by operator.
 
 Compiled code does that anyway. Here pointwise operators do it, which may write where they read.
-
-Private, tried with torch 2.11 and 2.13: ``torch.utils._python_dispatch._get_current_dispatch_mode`` (public would be a
-question whether somebody sees every operator that runs).
 """
 
 from collections.abc import Mapping
@@ -12,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gact_fx.graphs.blocks import Blocks
+from gact_fx.graphs.blocks import Blocks, is_watched
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.operator_table import CASTS, LIBRARY
 from gact_fx.graphs.operators import MAKES_MEMORY, OpOverload, name_of, packet_of, returns_alias, writing_form
@@ -79,7 +75,7 @@ def write_over(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     None where the result would be of another type or otherwise laid out than ``over``, and where a mode sees every
     value: selective checkpointing keeps some of them.
     """
-    if _get_current_dispatch_mode() is not None:
+    if is_watched():
         return None
     value, form = node.meta.get("val"), writing_form(node.target)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

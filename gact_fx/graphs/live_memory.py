@@ -107,10 +107,11 @@ class _Walk:
         self._views = {node for node in self._nodes if self._is_view(node)}
         self._fused = fused
         self._last_reads = {} if fused else find_last_reads(graph)
-        # What operators made that Inductor does not write over.
-        self._foreign = {key for node in self._nodes if is_foreign(node) for key in self._sizes[node]}
+        # What Inductor does not write over: what the graph is given, and what operators made.
+        self._fixed = self._given | {key for node in self._nodes if is_foreign(node) for key in self._sizes[node]}
         self._inlined = find_inlined(self._nodes, self._views, find_ranks(graph)) if fused else set[fx.Node]()
         self._unmade = {key for node in self._inlined for key in self._sizes[node]}
+        self._mixed = self._find_mixed() if fused else set[fx.Node]()
         self._nodes = self._in_order() if fused else self._nodes
         self._when = {node: when for when, node in enumerate(self._nodes)}
 
@@ -133,7 +134,7 @@ class _Walk:
             dying.setdefault(when, []).append(key)
         for when, node in enumerate(self._nodes):
             new = {key: nbytes for key, nbytes in self._sizes[node].items() if key not in known}
-            known |= new.keys()
+            known.update(new)
             made.update({key: (node, when, nbytes) for key, nbytes in new.items()})
             for key in self._written_over(node, new, dying.get(when, [])):
                 ends[key] = when - 1
@@ -169,16 +170,37 @@ class _Walk:
         if not self._fused:
             return self._written_in_place(node, dying)
         is_writer = packet_of(node) in WRITERS
-        if is_of_library(node) and not is_writer:
+        if (is_of_library(node) and not is_writer) or node in self._mixed:
             return []
         room, found = Counter(new.values()), []
         first = self._sizes[node.all_input_nodes[0]] if is_writer else {}
         for key in dying:
-            is_own = key not in self._given | self._foreign and key not in new
+            is_own = key not in self._fixed and key not in new
             if is_own and (key in first or not is_writer) and room[self._nbytes[key]]:
                 room[self._nbytes[key]] -= 1
                 found.append(key)
         return found
+
+    def _find_mixed(self) -> set[fx.Node]:
+        """The calls that read tensors as large as their result whose dimensions lie in memory in different orders.
+
+        Those of codes whose dimensions were moved do so: what these stand for is not laid out anew. Inductor then
+        chooses an order for the result, and writes over nothing.
+        """
+        mixed: set[fx.Node] = set()
+        # By call, whether the order is another one than it was traced in.
+        orders: dict[fx.Node, set[bool]] = {}
+        for node in self._nodes:
+            alike = [orders[i] for i in node.all_input_nodes if i in orders and _numel(i) == _numel(node)]
+            orders[node] = set[bool]().union(*alike)
+            is_made = node not in self._inlined and node not in self._views
+            if packet_of(node) is aten.clone and not is_made:
+                orders[node] = {True}
+            elif is_made and len(orders[node]) > 1:
+                mixed.add(node)
+            if is_of_library(node) or not alike or node in mixed:
+                orders[node] = {False}
+        return mixed
 
     def _written_in_place(self, node: fx.Node, dying: list[int]) -> list[int]:
         """The storage that a pointwise operator writes over by itself, if there is one."""
@@ -209,6 +231,11 @@ class _Walk:
         """Whether ``node`` gives memory that was there before."""
         before = {key for source in node.all_input_nodes for key in self._sizes[source]}
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return hint(value.numel()) if isinstance(value, torch.Tensor) else 0
 
 
 def workspace_nbytes(node: fx.Node) -> int:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 SHARE = 1 / 8
 # A loop that writes less than this share of what it reads, such as a sum, may move over a library's work.
 SMALL = 1 / 8
-_CODEC = ("gact_fx.behind", "gact_fx.compress", "gact_fx.decompress", "gact_fx.draw_mask")
+_CODEC = ("gact_fx.behind", "gact_fx.made", "gact_fx.compress", "gact_fx.decompress", "gact_fx.draw_mask")
 
 
 def in_planned_order() -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ decompress = torch.ops.gact_fx.decompress.default
 # The least width of tensors in which backward is not linear: there narrow codes bias the gradient.
 LEAST_WHERE_BENT = 6
 # Rounds in a row that may find no lower peak of backward: each takes as long as the pass takes for a planned graph.
-PATIENCE = 2
+PATIENCE = 6
 
 
 def narrowed(pair: GraphPair, analysis: GraphAnalysis, bits: int) -> tuple[Compiled, Compiled]:

@@ -223,6 +223,23 @@ def test_modes_see_every_operator() -> None:
     assert [shape for func, shape in seen if func.name().startswith("aten::")] == [SHAPE] * 2
 
 
+def test_what_aot_autograd_looks_at_runs_in_blocks() -> None:
+    """It has a mode of its own in the first run of every graph."""
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    Look.__module__ = "torch._functorch._aot_autograd.runtime_wrappers"
+    run = interpret_in_blocks(graph_of(lambda x: [x.exp().sigmoid().tanh()], X))
+
+    def watched(inputs: list[Any]) -> Any:
+        with Look():
+            return run(inputs)
+
+    assert peak(watched, [X]) < 1.5 * NBYTES
+
+
 def test_two_results_of_one_call_are_memory_of_their_own() -> None:
     """One of them is read again behind the call that may write over the other."""
     graph = graph_of(lambda x: [(y := x.exp() + 1, z := x.sin() * y)[0].sigmoid().cos(), z.sum(), z.cos().sin()], X)
