@@ -8,7 +8,8 @@ plan. A pass is a file of this folder with a function of its name, and a line he
 - ``find_refusals``, ``find_copies``, ``find_masks``, ``find_readers``, ``find_bends``, ``find_standardizations``,
   ``merge_masks`` and ``bound_indices`` are analyses behind `decide_eligibility`;
 - ``exponentiate_again`` is a part of `multiply_in_turn`;
-- ``decode_again``, ``keep_parts`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak`` what it looks at;
+- ``decode_again``, ``keep_parts``, ``keep_narrow`` and ``add_in_turn`` are what `lower_peak` does, ``backward_peak``
+  what it looks at;
 - ``encodings``, ``graph_analysis``, ``forward_editor``, ``standardize``, ``reads`` and ``load_blob`` say, write and
   read what is stored, ``stored_memory`` says what that leads to in memory;
 - ``split_cross_entropy``, with its analysis ``find_heads``, runs before all of them, on the calls of the model's own

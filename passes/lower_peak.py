@@ -1,11 +1,12 @@
 """Lower the peak of backward, round by round: look what is live at the peak, and change how long something lives.
 
 What is held across the peak is decoded again behind the peak (`decode_again`), or is cut to what is still needed of it
-(`keep_parts`); what is read together at the peak is added up in turn (`add_in_turn`).
+(`keep_parts`), or to fewer bits (`keep_narrow`); what is read together at the peak is added up in turn (`add_in_turn`).
 A round changes one peak, and the next one looks for the new peak.
 
 Compilers reorder and fuse what does not depend on each other. Hence the operator ``behind``: it hands over a copy of a
-blob, and reads a tensor that has to be there before.
+blob, and reads a tensor that has to be there before. They also compute a value anew in each of its readers, and hold
+all that it is made of meanwhile. Hence the operator ``made``, which wants a tensor in memory.
 """
 
 import copy
