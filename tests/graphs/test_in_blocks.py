@@ -234,7 +234,7 @@ def test_what_aot_autograd_looks_at_runs_in_blocks() -> None:
     run = interpret_in_blocks(graph_of(lambda x: [x.exp().sigmoid().tanh()], X))
 
     def watched(inputs: list[Any]) -> Any:
-        with Look():
+        with Look():  # type: ignore[no-untyped-call]
             return run(inputs)
 
     assert peak(watched, [X]) < 1.5 * NBYTES
