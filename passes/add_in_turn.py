@@ -5,7 +5,7 @@ read all that is added, decoded, at the same time. A sum that something waits fo
 next tensor is decoded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import getitem
 
 import torch
@@ -15,16 +15,14 @@ from gact_fx.graphs.edit import ancestors
 from gact_fx.graphs.live_memory import Span, storages
 from gact_fx.passes.backward_peak import Look, anchor_of, decompress, drop_unread, is_given, make_before, tensor_in
 
-_FEW = 2
-
 
 def add_values(look: Look) -> bool:
-    """Of three or more values that are read together at the peak, have one decoded when the others are added up.
+    """Of several values that are read together at the peak, have one decoded when the others are added up.
 
     Edits the graph in place; returns whether there was such a sum.
     """
     live = {n for n in (s.node for s in look.live) if look.is_repeatable(n) and _is_before_result(look, n)}
-    if len(live) < _FEW:
+    if len(live) < 2:
         return False
     parts = _parts(look, live)
     for node in look.graph.nodes:
@@ -32,7 +30,7 @@ def add_values(look: Look) -> bool:
         if not parts[node] or node not in look.life.at or len(sides) != 2:
             continue
         one, others = sides
-        is_sum = len(parts[one]) == 1 and len(parts[others]) >= _FEW - 1 and not parts[one] <= parts[others]
+        is_sum = len(parts[one]) == 1 and not parts[one] <= parts[others]
         if is_sum and _decode_behind(look, node, one, others, parts):
             return True
     return False
@@ -113,9 +111,14 @@ def _last_reads(look: Look) -> Mapping[fx.Node, int]:
     """By node, the last call that reads it, or what is computed from it where that is in no memory."""
     found: dict[fx.Node, int] = {}
     for node in reversed(look.graph.nodes):
-        reads = (found[user] if user in look.life.inlined else look.life.at.get(user, look.peak) for user in node.users)
-        found[node] = max(reads, default=-1)
+        found[node] = _last_read(look, node.users, found)
     return found
+
+
+def _last_read(look: Look, users: Iterable[fx.Node], last: Mapping[fx.Node, int]) -> int:
+    """The last call by which ``users`` are computed, -1 where there are none; ``last`` is by node, too."""
+    reads = (last[user] if user in look.life.inlined else look.life.at.get(user, look.peak) for user in users)
+    return max(reads, default=-1)
 
 
 def _freed(
@@ -130,8 +133,6 @@ def _freed(
     inside = ancestors([total], lambda node: node in given or node.op == "placeholder")
     needed: set[fx.Node] = set()
     for node in inside - {total}:
-        others = [user for user in node.users if user not in inside]
-        reads = (last[user] if user in look.life.inlined else look.life.at.get(user, look.peak) for user in others)
-        if max(reads, default=-1) >= look.peak:
+        if _last_read(look, (user for user in node.users if user not in inside), last) >= look.peak:
             needed |= made[node]
     return sum(waiting[node].nbytes for node in given if node in waiting and node not in needed)

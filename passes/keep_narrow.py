@@ -1,8 +1,8 @@
 """Keep across backward's peak what a tensor was cast from, where that takes fewer bytes.
 
 Under autocast a normalization computes its gradient in 32 bits of one that arrives in 16, and reads it in several
-loops. The compiler may keep the wider one for all of them. Computed of the narrower one in each loop, it is in no
-memory.
+loops. The compiler may keep the gradient in 32 bits for all of these loops. Where the gradient in 16 bits is in memory,
+each loop casts what it reads, and the wider gradient is never in memory.
 """
 
 from gact_fx.graphs.live_memory import nbytes

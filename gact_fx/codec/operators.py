@@ -46,7 +46,7 @@ def behind(blob: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def made(x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """A byte that says that ``x`` is in memory, and ``before``, too: no compiler computes it in who reads it then."""
+    """One byte, which no compiler can make until ``x`` and ``before`` are in memory; their readers read them there."""
     return x.new_zeros(1, dtype=torch.uint8)
 
 

@@ -40,7 +40,10 @@ def refuses_hooks(error: BaseException) -> bool:
 
 
 def allow_hooks() -> None:
-    """Lift the ban that what `refuses_hooks` leaves behind where Dynamo traces it, for all of the process."""
+    """Allow hooks again, in all of the process.
+
+    Where Dynamo traces ``torch.func`` beneath hooks, PyTorch raises (`refuses_hooks`), and forbids hooks from then on.
+    """
     torch._C._autograd._saved_tensors_hooks_enable()
 
 

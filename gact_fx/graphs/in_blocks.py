@@ -13,11 +13,10 @@ from torch import fx
 
 from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks, Rows, Run, Sum
 from gact_fx.graphs.compute_again import compute_again
-from gact_fx.graphs.edit import copy_module
+from gact_fx.graphs.edit import copy_module, elements_nbytes
 from gact_fx.graphs.operator_table import CASTS
 from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writes
-from gact_fx.graphs.sizes import have_same_shape, hint
-from gact_fx.graphs.trees import tree_leaves
+from gact_fx.graphs.sizes import have_same_shape
 
 # A result with less than this share of the bytes of what it is made of counts as small.
 MUCH_LESS = 0.6
@@ -101,22 +100,16 @@ def _is_pointwise(node: fx.Node) -> bool:
     is_known = torch.Tag.pointwise in node.target.tags or packet_of(node) in CASTS
     # A clone's purpose may be its layout.
     is_plain = is_known and not (is_drawn or writes(node.target) or packet_of(node) is torch.ops.aten.clone)
-    return is_plain and _nbytes(node) >= LEAST_NBYTES
+    return is_plain and elements_nbytes(node) >= LEAST_NBYTES
 
 
 def _is_small(node: fx.Node) -> bool:
     """Whether it makes next to no difference if ``node`` runs somewhat earlier: codes are held from there on anyway."""
     if node.op != "call_function" or writes(node.target):
         return False
-    read = max((_nbytes(source) for source in node.all_input_nodes), default=0)
+    read = max((elements_nbytes(source) for source in node.all_input_nodes), default=0)
     is_view = node.target is getitem or returns_alias(node.target)
-    return is_view or _nbytes(node) < max(LEAST_NBYTES, read * MUCH_LESS)
-
-
-def _nbytes(node: fx.Node) -> float:
-    """The bytes of the largest tensor that ``node`` gives."""
-    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-    return max((hint(x.numel()) * x.dtype.itemsize for x in values), default=0)
+    return is_view or elements_nbytes(node) < max(LEAST_NBYTES, read * MUCH_LESS)
 
 
 def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], interpret: Callable[[fx.GraphModule], Run]) -> None:

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from gact_fx.graphs.edit import numel
 from gact_fx.graphs.fused_loops import find_inlined, find_ranks, is_foreign, is_of_library
 from gact_fx.graphs.in_place import find_last_reads, fits
 from gact_fx.graphs.operators import packet_of, returns_alias
@@ -182,16 +183,16 @@ class _Walk:
         return found
 
     def _find_mixed(self) -> set[fx.Node]:
-        """The calls that read tensors as large as their result whose dimensions lie in memory in different orders.
+        """The calls that read several tensors as large as their result, with dimensions in different orders in memory.
 
-        Those of codes whose dimensions were moved do so: what these stand for is not laid out anew. Inductor then
-        chooses an order for the result, and writes over nothing.
+        Inductor chooses an order for such a result, and writes over nothing. Codes whose dimensions were moved decode
+        to another order than the traced one, since Inductor drops the copy that would restore the order.
         """
         mixed: set[fx.Node] = set()
         # By call, whether the order is another one than it was traced in.
         orders: dict[fx.Node, set[bool]] = {}
         for node in self._nodes:
-            alike = [orders[i] for i in node.all_input_nodes if i in orders and _numel(i) == _numel(node)]
+            alike = [orders[i] for i in node.all_input_nodes if i in orders and numel(i) == numel(node)]
             orders[node] = set[bool]().union(*alike)
             is_made = node not in self._inlined and node not in self._views
             if packet_of(node) is aten.clone and not is_made:
@@ -231,11 +232,6 @@ class _Walk:
         """Whether ``node`` gives memory that was there before."""
         before = {key for source in node.all_input_nodes for key in self._sizes[source]}
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return hint(value.numel()) if isinstance(value, torch.Tensor) else 0
 
 
 def workspace_nbytes(node: fx.Node) -> int:

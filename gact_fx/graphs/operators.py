@@ -15,14 +15,13 @@ from torch import fx
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
+# Functions that graphs call beside operators, and whose result is memory of its own, have this attribute.
+MAKES_MEMORY = "makes_memory"
+
 
 def name_of(target: Any) -> str:
     """An operator's name without namespace and overload, '' of what is none."""
     return str(getattr(target, "_opname", ""))
-
-
-# Functions that graphs call beside operators, and whose result is memory of its own, have this attribute.
-MAKES_MEMORY = "makes_memory"
 
 
 def packet_of(node: object) -> Any:
