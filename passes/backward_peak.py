@@ -9,11 +9,10 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, ancestors, infer
+from gact_fx.graphs.edit import add_call, ancestors, infer, tensors_of
 from gact_fx.graphs.fused_loops import is_of_library
 from gact_fx.graphs.live_memory import Lifetimes, Span, lifetimes, storages
 from gact_fx.graphs.operators import OpOverload, writes
-from gact_fx.graphs.trees import tree_leaves
 from gact_fx.passes.find_masks import draws
 
 decompress = torch.ops.gact_fx.decompress.default
@@ -162,7 +161,7 @@ def blob_of(decoding: fx.Node) -> fx.Node:
 
 def has_tensor(node: fx.Node) -> bool:
     """Whether ``node`` gives a tensor, or several, and not a size."""
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))
+    return bool(tensors_of(node))
 
 
 def is_given(node: fx.Node) -> bool:

@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from gact_fx.graphs.aot import GraphPair
-from gact_fx.graphs.edit import add_call, add_full, ancestors, dependents, is_float, is_float_tensor, numel
+from gact_fx.graphs.edit import add_call, add_full, ancestors, dependents, is_float, numel, tensors_of
 from gact_fx.graphs.linearity import is_linear, is_pointwise
 from gact_fx.graphs.sizes import have_same_shape, hint
-from gact_fx.graphs.trees import tree_leaves
 from gact_fx.passes.find_bends import bends, dependents_within
 from gact_fx.passes.pipeline import Context
 
@@ -54,7 +53,7 @@ def varying(pair: GraphPair) -> frozenset[fx.Node]:
     for node in pair.backward.graph.nodes:
         if node.name in tangents or not others.isdisjoint(node.all_input_nodes):
             others.add(node)
-        elif any(is_float_tensor(x) for x in tree_leaves(node.meta.get("val"))):
+        elif any(x.is_floating_point() for x in tensors_of(node)):
             is_saved = node.op == "placeholder" and node not in static
             if is_saved or not found.isdisjoint(node.all_input_nodes):
                 found.add(node)

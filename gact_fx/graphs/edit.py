@@ -109,15 +109,23 @@ def is_float_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that ``node`` gives."""
+    value = node.meta.get("val")
+    # Nearly every node gives one tensor, for which walking a tree would take long.
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
 def numel(node: fx.Node) -> int:
     """Elements of the tensors that ``node`` gives, on the traced batch."""
-    return sum(hint(x.numel()) for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))
+    return sum(hint(x.numel()) for x in tensors_of(node))
 
 
 def elements_nbytes(node: fx.Node) -> int:
     """Bytes of the tensors that ``node`` gives by their elements, wherever these lie, on the traced batch."""
-    values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
-    return sum(hint(x.numel()) * x.dtype.itemsize for x in values)
+    return sum(hint(x.numel()) * x.dtype.itemsize for x in tensors_of(node))
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:

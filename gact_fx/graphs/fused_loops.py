@@ -5,6 +5,7 @@ is computed anew by every kernel that reads it. The rules for that are those of 
 torch 2.11 to 2.13.
 """
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +41,13 @@ def is_of_library(node: fx.Node) -> bool:
 
 def is_foreign(node: fx.Node) -> bool:
     """Whether a call returns memory that it made itself, which Inductor does not write over."""
-    return str(node.target).partition(".")[0] not in LOOPS
+    packet = packet_of(node)
+    return packet is None or _namespace(packet) not in LOOPS
+
+
+@functools.cache
+def _namespace(packet: Any) -> str:
+    return str(packet).partition(".")[0]
 
 
 def find_ranks(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -13,13 +13,12 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from gact_fx.graphs.edit import numel
+from gact_fx.graphs.edit import numel, tensors_of
 from gact_fx.graphs.fused_loops import find_inlined, find_ranks, is_foreign, is_of_library
 from gact_fx.graphs.in_place import find_last_reads, fits
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
-from gact_fx.graphs.trees import tree_leaves
 
 aten = torch.ops.aten
 # Their result is their first argument but for a few elements.
@@ -32,8 +31,7 @@ _COMPRESS = "gact_fx.compress.default"
 
 def storages(node: fx.Node) -> dict[int, int]:
     """The storages of what ``node`` gives, with their bytes."""
-    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in values}
+    return {storage_key(value): hint(value.untyped_storage().nbytes()) for value in tensors_of(node)}
 
 
 @dataclass(frozen=True)

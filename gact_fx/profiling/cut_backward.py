@@ -19,10 +19,9 @@ import torch
 from torch import fx
 
 from gact_fx.codec.packed_tensors import packed_nbytes
-from gact_fx.graphs.edit import elements_nbytes
+from gact_fx.graphs.edit import elements_nbytes, tensors_of
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
-from gact_fx.graphs.trees import tree_leaves
 
 Segment = list[fx.Node]
 # How much of a segment's work is in memory at once while it is differentiated (least for BERT: 522 MB of 546 at 0.4).
@@ -184,8 +183,4 @@ def _best_ends(
 
 
 def _packed_nbytes(node: fx.Node) -> float:
-    return float(sum(packed_nbytes(x.dtype, hint(x.numel())) for x in _tensors(node)))
-
-
-def _tensors(node: fx.Node) -> list[Any]:
-    return [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    return float(sum(packed_nbytes(x.dtype, hint(x.numel())) for x in tensors_of(node)))

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.graphs.edit import numel
+from gact_fx.graphs.edit import numel, tensors_of
 from gact_fx.graphs.operator_table import SCATTERS, TAKES_POSITIONS, TAKES_WRAPPING
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import RowSymbol, hint
-from gact_fx.graphs.trees import tree_leaves
 
 # Elements of which a mean over rows is made, at the least, where rows depend on it. (ResNet-50, 64 x 64 pixels: a batch
 # norm's of 16 made predictions two times too low.)
@@ -25,7 +24,7 @@ def are_tied(graph: fx.Graph, symbol: RowSymbol, share: float) -> bool:
     depends: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        tensors = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+        tensors = tensors_of(node)
         of_rows, others = ([x for x in tensors if symbol.is_in(x) == is_of] for is_of in (True, False))
         found = [hint(x.numel()) for x in of_rows] or [numel(i) for i in inputs if i in depends]
         elements = max(found, default=0)
