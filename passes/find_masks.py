@@ -66,7 +66,8 @@ def _walk(
     placeholders = {placeholder.name: placeholder for placeholder in pair.backward.graph.find_nodes(op="placeholder")}
     sources: dict[fx.Node, frozenset[str]] = {}  # the lossy tensors that a node's value depends on
     derivable = derivable_nodes(pair)
-    decisions: list[fx.Node] = []
+    # Those that are taken in forward, in their order.
+    decisions: dict[fx.Node, None] = {}
     refused: dict[str, str] = {}
     for node in pair.backward.graph.nodes:
         if node.op == "placeholder":
@@ -75,10 +76,14 @@ def _walk(
         if node.op == "output":
             continue
         sources[node] = frozenset().union(*(sources[i] for i in node.all_input_nodes))
+        if node in derivable and not _is_boolean(node):
+            # What follows from decisions alone, such as how many elements are the largest, is as exact as they are.
+            rounded = any(sources[i] for i in node.all_input_nodes if i not in decisions)
+            sources[node] = sources[node] if rounded else frozenset()
         if not sources[node] or node not in needed or node.name in attention:
             continue
         if _is_boolean(node) and node in derivable:
-            decisions.append(node)
+            decisions[node] = None
         elif _decides(node):
             refused.update(
                 {
@@ -89,13 +94,12 @@ def _walk(
     if refused:
         return {}, frozenset(), refused
     # Of a chain of boolean operations only the last results need storing, and none that follow from stored ones.
-    boolean = set(decisions)
     known: set[fx.Node] = set()
     masks: set[fx.Node] = set()
     for node in decisions:
-        if boolean.issuperset(node.all_input_nodes) and known.issuperset(node.all_input_nodes):
+        if known.issuperset(node.all_input_nodes):
             known.add(node)
-        elif any(user not in boolean for user in node.users):
+        elif any(user not in decisions for user in node.users):
             known.add(node)
             masks.add(node)
     # Nor do those that lead to others alone, by way of numbers: of ``abs(x) < 1`` the sign.

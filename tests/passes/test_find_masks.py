@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,31 @@ def test_integers_computed_from_values_refuse_them(trace: Trace) -> None:
     user.replace_input_with(saved.placeholder, count)
     masks = find_masks(pair, frozenset({saved.name}))
     assert "convert_element_type" in masks.refused[saved.name] and not masks.hosts
+
+
+@pytest.mark.parametrize(
+    "shrink", [lambda h: h.amax(1) + h.std(1), lambda h: h.norm(math.inf, dim=1) + h.square().mean(1)]
+)
+def test_a_count_of_decisions_is_as_exact_as_these(shrink: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 256), nn.Linear(256, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(shrink(self.first(x))).logsumexp(1).sum()
+
+    # Several elements are the largest, and backward divides by how many.
+    model, x = Net(), torch.randn(16, 64, 3).sign()
+    model(x).backward()
+    exact = gradients(model)
+    gact_fx.compile(model, budget_bits=8, inner="eager")
+    for _ in range(2):
+        model.zero_grad()
+        model(x).backward()
+    assert relative_error(gradients(model), exact) < 0.01
+    (row,) = (row for row in gact_fx.inspect(model).rows if math.prod(row.shape) == 16 * 64 * 256)
+    assert row.encoding == "quantize"
 
 
 def test_decisions_larger_than_what_they_follow_from(trace: Trace) -> None:

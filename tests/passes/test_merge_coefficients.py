@@ -136,6 +136,14 @@ def test_poles_are_found_out_by_numbers() -> None:
     assert not is_tame({sigmoid.all_input_nodes[0], sigmoid}, sigmoid.all_input_nodes[:1])
 
 
+def test_a_cast_to_fewer_bits_is_no_pole() -> None:
+    power, (x,) = node(aten.pow.Tensor_Scalar, "x", 4)
+    cast = power.graph.call_function(aten._to_copy.default, (power,), {"dtype": torch.float16})
+    cast.meta["val"] = x.meta["val"].half()
+    cast.graph.output(cast)
+    assert not poles({x, power, cast}, [x])
+
+
 def test_a_pole_that_something_shifts() -> None:
     quotient, (x,) = node(aten.add.Tensor, "x", "y")
     quotient = quotient.graph.call_function(aten.reciprocal.default, (quotient,))
