@@ -269,6 +269,8 @@ def _misfits(plan: Plan, config: Config, name: str) -> Iterator[str]:
             f"the plan was made for another model (parameters {plan.model}, this model has {name}); "
             "profile this one with sample_batches, or compile without plan="
         )
+    if config.budget_bits is None:
+        yield "budget_bits=None turns compression off, and plan= would do nothing; leave one of them out"
     if plan.recompute != config.recompute:
         yield f"the plan was made for recompute={plan.recompute!r}, got recompute={config.recompute!r}; pass the plan's"
     # bfloat16 codes have neither groups nor dither.

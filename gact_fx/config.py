@@ -20,7 +20,7 @@ _CHOICES = {
 }
 _SWITCHES = {
     "dynamic": (None, False, True),
-    **dict.fromkeys(("fullgraph", "swap", "split_loss", "loss_only"), (False, True)),
+    **dict.fromkeys(("adaptive", "fullgraph", "swap", "split_loss", "loss_only"), (False, True)),
 }
 
 

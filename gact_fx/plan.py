@@ -13,7 +13,7 @@ from typing import Any
 from gact_fx.codec.by_place import count_places, runs_of
 from gact_fx.codec.code import Code
 from gact_fx.codec.layout import check_rounding
-from gact_fx.errors import UsageError
+from gact_fx.errors import UsageError, UsageTypeError
 from gact_fx.records import SavedTensor, Sensitivity
 
 FORMAT = 3
@@ -179,8 +179,11 @@ class Plan:
         """Read a plan written by :meth:`save`.
 
         Raises:
+            TypeError: ``path`` is no path.
             ValueError: the file is not a plan, or one of another format.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageTypeError(f"gact_fx.Plan.load: a plan is read from a path, got {type(path).__name__}")
         return cls.from_json(Path(path).read_text(), str(path))
 
     @classmethod

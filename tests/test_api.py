@@ -96,6 +96,8 @@ def test_profiling_leaves_no_trace() -> None:
         ({"budget_bits": 3, "config": "L2"}, "budget_bits=3 is given beside config='L2', which says budget_bits=4"),
         ({"plan": PLAN, "sample_batches": [mixed_batch()]}, "sample_batches do nothing beside plan="),
         ({"plan": PLAN, "budget_bits": 4}, "budget_bits=4 does nothing beside plan="),
+        ({"plan": PLAN, "budget_bits": None}, "budget_bits=None turns compression off, and plan= would do nothing"),
+        ({"adaptive": "no"}, r"adaptive must be one of \(False, True\), got 'no'"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_the_model_alone(options: dict[str, object], message: str) -> None:

@@ -153,6 +153,8 @@ def test_roundings_that_do_not_exist(bits: int, rounding: str) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1, 2]"])
 def test_what_is_not_a_plan(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(TypeError, match="a plan is read from a path, got dict"):
+        Plan.load({})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is not a plan of gact_fx"):
         Plan.load(tmp_path / "plan.json")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from gact_fx.codec.code import WIDTHS
 from gact_fx.config import GROUP_SIZES, Config
 from gact_fx.errors import UsageError
 from gact_fx.passes.graph_analysis import GraphAnalysis, fixed_nbytes, held_nbytes
@@ -97,7 +98,7 @@ def choose_plan(
     variance *= max(graph.correction for graph in graphs)
     most = squared_norm if minibatch_variance is None else minibatch_variance
     if most is not None and warns:
-        budget_for = partial(_budget_for, menus, menus_at, numel)
+        budget_for = partial(_budget_for, menus, menus_at, numel) if config.adaptive else partial(_width_for, menus)
         _warn_of_noise(variance, most, _correction(graphs), budget_for, is_bound=minibatch_variance is None)
     return replace(plan, variance=variance)
 
@@ -242,6 +243,12 @@ def _budget_for(menus: Sequence[Menu], menus_at: Callable[[float], list[Menu]], 
     return max(found, bits(menus_at(found)))
 
 
+def _width_for(menus: Sequence[Menu], variance: float) -> float:
+    """The same where all tensors have one width; infinite where none that there is does it."""
+    found = (bits for bits in WIDTHS if math.fsum(_fixed(menu, bits).variance for menu in menus) <= variance)
+    return next(found, math.inf)
+
+
 def _warn_of_noise(
     variance: float,
     minibatch_variance: float,
@@ -259,5 +266,5 @@ def _warn_of_noise(
         "at least " if is_bound else "",
         100 * variance / minibatch_variance,
         100 * NOISE_LIMIT,
-        f"budget_bits={bits:.2f} would bring it back" if bits <= 16 else "no budget_bits would bring it back",
+        f"budget_bits={bits:g} would bring it back" if bits <= 16 else "no budget_bits would bring it back",
     )

@@ -199,6 +199,19 @@ def test_too_much_noise_is_warned_of_with_a_budget_that_helps(
     assert not caplog.records
 
 
+def test_a_width_for_all_that_would_help_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    def noise_at(bits: float) -> str:
+        caplog.clear()
+        choose_plan([graph(*VALUES)], Config(budget_bits=bits, adaptive=False, **OPTIONS), "m", 1.0)
+        return caplog.text
+
+    with caplog.at_level(logging.WARNING, "gact_fx"):
+        (bits,) = re.findall(r"budget_bits=(\d+) would bring it back", noise_at(2))
+        assert int(bits) > 2 and not noise_at(int(bits)) and noise_at(int(bits) - 1)
+        choose_plan([graph(*VALUES)], Config(budget_bits=2, adaptive=False, **OPTIONS), "m", 1e-9)
+    assert "no budget_bits would bring it back" in caplog.text
+
+
 def test_noise_is_warned_of_by_a_single_gradient(caplog: pytest.LogCaptureFixture) -> None:
     """No minibatch's gradient varies by more than its squared norm, in the mean."""
     config = Config(budget_bits=2.0, **OPTIONS)
