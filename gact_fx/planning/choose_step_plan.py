@@ -2,6 +2,7 @@
 
 What is held between forward and backward is never more than what is live at the peak, and the wider the codes, the
 higher is both. So the budget of what is held is looked for with which the predicted peak is right below the limit.
+Where the narrowest codes would not do, the plan is one of ``budget_bits``: bad gradients would not bring the peak down.
 """
 
 import logging
@@ -55,7 +56,13 @@ def choose_step_plan(
         return planned_memory(profiles, plan, eager.held)
 
     limit = _limit(profiles, config.budget_bytes, eager)
-    return holding(_held_nbytes(holding, memory_of, limit, warns), warns)
+    held = _held_nbytes(holding, memory_of, limit)
+    if held is None:
+        least = memory_of(holding(1))
+        if warns and least.held <= limit:
+            log.warning("%s", _why_not(least, limit, config))
+        held = min(memory_of(plan_of(replace(config, budget_bytes=None), False)).held, limit)
+    return holding(held, warns)
 
 
 def why_above_budget(
@@ -86,17 +93,13 @@ def _limit(profiles: Mapping[str, GraphProfile], budget_bytes: int | str, eager:
     return allowed_nbytes(budget_bytes, plain_memory(profiles.values(), eager.plain).activations)
 
 
-def _held_nbytes(
-    holding: Callable[[int], Plan], memory_of: Callable[[Plan], StepMemory], limit: int, warns: bool
-) -> int:
-    """The bytes that may be held so that the peak is below ``limit``; the limit itself where nothing would do."""
+def _held_nbytes(holding: Callable[[int], Plan], memory_of: Callable[[Plan], StepMemory], limit: int) -> int | None:
+    """The bytes that may be held so that the peak is below ``limit``; None where nothing would do."""
     if memory_of(holding(limit)).activations <= limit:
         return limit
     least = memory_of(holding(1))
     if least.activations > limit:
-        if warns and least.held <= limit:
-            log.warning("%s", _why_not(least, limit))
-        return limit
+        return None
     low, high = least.held, limit
     for _ in range(TRIES):
         middle = (low + high) // 2
@@ -107,13 +110,13 @@ def _held_nbytes(
     return low
 
 
-def _why_not(least: StepMemory, limit: int) -> str:
+def _why_not(least: StepMemory, limit: int, config: Config) -> str:
     waiting, others = least.largest_moment()
     named = ", ".join(f"{b.nbytes} of {b.op}{f' in {b.module}' if b.module else ''}" for b in others[:MOST_NAMED])
     held = sum(b.nbytes for b in waiting)
     return (
         f"budget_bytes={limit} cannot be kept at the peak of a step: with every tensor at its least width "
         f"{least.activations} bytes of activations are live at a time, {held} of them held for backward and the others "
-        f"needed meanwhile ({named}); what is held between forward and backward keeps to the budget. Use a smaller "
+        f"needed meanwhile ({named}); the codes take {config.budget_bits:g} bits an element instead. Use a smaller "
         "batch, a larger budget, or where most of it is held recompute='full'"
     )
