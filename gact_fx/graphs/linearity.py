@@ -109,7 +109,7 @@ def tried_on(node: fx.Node, given: Mapping[fx.Node, torch.Tensor], largest: floa
         slots = {slot: node.all_input_nodes[slot.index] for slot in _slots(args, kwargs)}
         values = {slot: given[i] if i in given else _numbers(slot, generator, largest) for slot, i in slots.items()}
         # Some operators take tensors of one dtype alone.
-        in_float64 = {slot: _in_float64(value) for slot, value in values.items()}
+        in_float64: dict[_Slot, torch.Tensor] = {slot: _in_float64(value) for slot, value in values.items()}
         if packet_of(node) in CASTS and is_float(node):
             # What the dtype cannot hold would be infinite, but that is no pole: its numbers end there.
             return next(iter(in_float64.values()))

@@ -34,6 +34,10 @@ class Chain:
         for node in [start, *self._nodes]:
             self._dies.setdefault(max([u for u in node.users if u in inside], default=node), []).append(node)
 
+    def to(self, nodes: Collection[fx.Node], ends: Sequence[fx.Node]) -> "Chain":
+        """From the same start to other ``ends``, by ``nodes``."""
+        return Chain(self.start, nodes, ends, self._outside, self.interpreter)
+
     def evaluate(self, x: torch.Tensor, given: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})) -> Values:
         """The ends, from ``x`` in the place of the start and what is ``given`` in the place of other nodes."""
         found = dict(self.results(x, given))

@@ -6,7 +6,7 @@ tensors a sample of groups is evaluated, and compared with what first order says
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import getitem
@@ -21,7 +21,7 @@ from gact_fx.graphs.operator_table import MOVES
 from gact_fx.graphs.operators import packet_of
 from gact_fx.graphs.sizes import hint
 from gact_fx.profiling.added_by_width import MEASURED, NOT_FINITE, Added, all_widths, mean, measure_widths
-from gact_fx.profiling.chains import Chain
+from gact_fx.profiling.chains import Chain, Values
 from gact_fx.profiling.elements import Elements
 from gact_fx.profiling.neighbours import ROUNDINGS, draw, farthest
 
@@ -120,21 +120,25 @@ def measure_whole(
     def measure(rounding: str, bits: int) -> Added:
         low, high, chances = ROUNDINGS[rounding](values, bits)
         first = _first_order(own_weights, values, (low, high), chances)
-        carried = {shape: [_carried(c, chain, ends[0], nodes) for c in chances] for shape, ends in by_shape.items()}
+        carried = [_carried(chance, chain, nodes) for chance in chances]
 
-        def added(sides: Sequence[torch.Tensor], carried: Mapping[torch.Size, Sequence[torch.Tensor | None]]) -> Added:
-            moved = [_moved(chain.evaluate(side), exact) for side in sides]
+        def added(found: Iterable[Values], chances: Callable[[fx.Node], Sequence[torch.Tensor | None]]) -> Added:
+            moved = [_moved(each, exact) for each in found]
             parts = [
-                (weights[shape], [[m[node] for node in ends] for m in moved], carried[shape])
+                (weights[shape], [[m[node] for node in ends] for m in moved], chances(ends[0]))
                 for shape, ends in by_shape.items()
             ]
             return _added(parts, first, 1.0)
 
-        if any(share is None for shares in carried.values() for share in shares):
-            # Elements mix in some coefficient: two draws stand for all, one after the other.
-            draws = (draw((low, high, chances), rounding, number) for number in range(2))
-            return mean([added([drawn], {shape: [None] for shape in carried}) for drawn in draws])
-        return added([low, high], carried)
+        if all(node in shares for shares in carried for node in exact):
+            return added(map(chain.evaluate, (low, high)), lambda node: [shares[node] for shares in carried])
+        # Elements mix in some coefficient: two draws stand for all, one after the other, and the mean tells the bias.
+        draws = (draw((low, high, chances), rounding, number) for number in range(2))
+        drawn = mean([added([chain.evaluate(side)], lambda node: [None]) for side in draws])
+        certain = torch.ones((), device=values.device)
+        average = _average(chain, nodes, values, (low, high), carried)
+        bias = added([average], lambda node: [certain.expand(exact[node].shape)])
+        return replace(bias, variance=max(drawn.variance - bias.own_bias, 0.0))
 
     found: dict[Code, Added] = {}
     for rounding in ROUNDINGS:
@@ -227,8 +231,30 @@ def _moved(values: dict[fx.Node, torch.Tensor], exact: Mapping[fx.Node, torch.Te
     return {node: values.pop(node).reshape(-1).float() - exact[node].reshape(-1).float() for node in list(values)}
 
 
-def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) -> torch.Tensor | None:
-    """A number for every element that ``chain`` starts from where it lies in ``node``; None where elements mix."""
+def _average(
+    chain: Chain,
+    nodes: set[fx.Node],
+    values: torch.Tensor,
+    sides: Sequence[torch.Tensor],
+    chances: Sequence[Mapping[fx.Node, torch.Tensor]],
+) -> Values:
+    """What the ends are in the mean over codes, as if what mixes elements, and all behind it, were linear.
+
+    ``chances`` are those of the ``sides``, by node in front of what mixes.
+    """
+    inside, ends = chances[0].keys(), set(chain.ends)
+    last = [n for n in inside if n in ends or any(user in nodes and user not in inside for user in n.users)]
+    front = chain.to(nodes, last)
+    exact = front.evaluate(values)
+    averages = {node: value.float() for node, value in exact.items()}
+    for side, shares in zip(sides, chances, strict=True):
+        for node, value in front.evaluate(side).items():
+            averages[node] = averages[node] + shares[node] * (value.float() - exact[node].float())
+    return chain.evaluate(values, {node: average.to(exact[node].dtype) for node, average in averages.items()})
+
+
+def _carried(x: torch.Tensor, chain: Chain, nodes: set[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+    """A number for every element that ``chain`` starts from, where these lie in ``nodes`` in front of what mixes."""
     found: dict[fx.Node, Any] = {chain.start: x}
     for each in sorted(nodes):
         inputs = [i for i in each.all_input_nodes if i in found]
@@ -241,4 +267,4 @@ def _carried(x: torch.Tensor, chain: Chain, node: fx.Node, nodes: set[fx.Node]) 
         elif (packet_of(each) in MOVES or each.target is getitem) and len(each.all_input_nodes) == 1:
             args, kwargs = fx.map_arg((each.args, each.kwargs), found.__getitem__)
             found[each] = chain.interpreter.call_function(each.target, args, kwargs)
-    return found.get(node)
+    return found

@@ -1,6 +1,7 @@
 """Elements of a saved tensor are found again where operators compute with them and move them."""
 
 from collections.abc import Callable
+from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gact_fx.codec.code import Code
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.profiling.chains import Chain
 from gact_fx.profiling.elements import between, follow, is_elementwise, moves_read
 from gact_fx.profiling.measure_chain import measure_sample, measure_whole
+from gact_fx.profiling.neighbours import ROUNDINGS, draw
 
 SHAPE = (2, 8, 4, 32)
 BESIDE = torch.linspace(-1, 1, 2 * 4 * 4 * 32).view(2, 4, 4, 32)
@@ -140,6 +143,23 @@ def test_a_sample_of_all_elements_measures_what_the_whole_does(function: Callabl
             assert added.variance == pytest.approx(whole[code].variance, rel=1e-4)
         else:
             assert added.variance == pytest.approx(whole[code].variance, rel=0.2)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "dither"])
+@pytest.mark.parametrize("mixed", [lambda x: F.avg_pool2d(x, 2), lambda x: x @ torch.ones(32, 8)], ids=["pool", "mm"])
+def test_the_bias_of_elements_that_mix_is_that_of_many_draws(mixed: Callable[[Tensor], Tensor], rounding: str) -> None:
+    module, start, inside, end = traced(lambda x: mixed(F.gelu(x).square()))
+    reads = {i for node in between(start, inside, [end]) for i in node.all_input_nodes if i not in inside}
+    chain = Chain(start, inside, [end], outside_of(module, reads), GraphInterpreter(module))
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    exact = chain.evaluate(x)[end]
+    found = measure_whole(chain, set(inside), x, {end: [torch.ones_like(exact)]}, [torch.zeros(SHAPE)])
+    for bits in (2, 4):
+        beside = ROUNDINGS[rounding](x, bits)
+        draws = [float((chain.evaluate(draw(beside, rounding, seed))[end] - exact).sum()) for seed in range(200)]
+        added = found[Code(bits, rounding, 256)]
+        assert (added.own_bias + added.coherent_bias) ** 0.5 == pytest.approx(abs(fmean(draws)), rel=0.1)
+        assert added.own_bias + added.coherent_bias > 10 * pvariance(draws) / 200
 
 
 def test_elements_with_several_places_change_the_gradient_together() -> None:
