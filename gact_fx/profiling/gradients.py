@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-# Elements that are brought to double precision at a time.
-_CHUNK = 2**20
+# Elements that are brought to double precision at a time: a step ends with them, where all gradients are in memory.
+_CHUNK = 2**17
 # A prime: what repeats along a gradient (the rows of a matrix) falls into other numbers each time.
 _NUMBERS = 4093
 
@@ -24,7 +24,7 @@ def in_double(gradient: torch.Tensor) -> torch.Tensor:
 
 def squared_norm(gradient: torch.Tensor) -> float:
     """The sum of the elements' squared magnitudes."""
-    return sum(float(part.double().square().sum()) for part in _reals(gradient).split(_CHUNK))
+    return float(sum(part.double().square().sum() for part in _reals(gradient).split(_CHUNK)))
 
 
 def sketch(gradient: torch.Tensor) -> torch.Tensor:
