@@ -56,13 +56,15 @@ def choose_step_plan(
         return planned_memory(profiles, plan, eager.held)
 
     limit = _limit(profiles, config.budget_bytes, eager)
-    held = _held_nbytes(holding, memory_of, limit)
-    if held is None:
-        least = memory_of(holding(1))
-        if warns and least.held <= limit:
-            log.warning("%s", _why_not(least, limit, config))
-        held = min(memory_of(plan_of(replace(config, budget_bytes=None), False)).held, limit)
-    return holding(held, warns)
+    if memory_of(holding(limit)).activations <= limit:
+        return holding(limit, warns)
+    least = memory_of(holding(1))
+    if least.activations <= limit:
+        return holding(_held_nbytes(holding, memory_of, least.held, limit), warns)
+    if warns and least.held <= limit:
+        log.warning("%s", _why_not(least, limit, config))
+    usual = memory_of(plan_of(replace(config, budget_bytes=None), False))
+    return holding(min(usual.held, limit), warns)
 
 
 def why_above_budget(
@@ -93,14 +95,9 @@ def _limit(profiles: Mapping[str, GraphProfile], budget_bytes: int | str, eager:
     return allowed_nbytes(budget_bytes, plain_memory(profiles.values(), eager.plain).activations)
 
 
-def _held_nbytes(holding: Callable[[int], Plan], memory_of: Callable[[Plan], StepMemory], limit: int) -> int | None:
-    """The bytes that may be held so that the peak is below ``limit``; None where nothing would do."""
-    if memory_of(holding(limit)).activations <= limit:
-        return limit
-    least = memory_of(holding(1))
-    if least.activations > limit:
-        return None
-    low, high = least.held, limit
+def _held_nbytes(holding: Callable[[int], Plan], memory_of: Callable[[Plan], StepMemory], low: int, limit: int) -> int:
+    """The most bytes from ``low`` on, which are few enough, that may be held so that the peak is below ``limit``."""
+    high = limit
     for _ in range(TRIES):
         middle = (low + high) // 2
         if memory_of(holding(middle)).activations <= limit:
@@ -117,6 +114,6 @@ def _why_not(least: StepMemory, limit: int, config: Config) -> str:
     return (
         f"budget_bytes={limit} cannot be kept at the peak of a step: with every tensor at its least width "
         f"{least.activations} bytes of activations are live at a time, {held} of them held for backward and the others "
-        f"needed meanwhile ({named}); the codes take {config.budget_bits:g} bits an element instead. Use a smaller "
-        "batch, a larger budget, or where most of it is held recompute='full'"
+        f"needed meanwhile ({named}); the codes take at most {config.budget_bits:g} bits an element instead. Use a "
+        "smaller batch, a larger budget, or where most of it is held recompute='full'"
     )
