@@ -128,16 +128,21 @@ def _mean(widths: Sequence[Width]) -> float:
 
 def _prices(least: int) -> list[float]:
     """Of a bit, relative to the mean weight: those at which the mean place changes its width, and some between."""
-    gains = [step_variance(bits) - step_variance(bits + 1) for bits in range(least, WIDTHS[-1])]
+    gains = _gains(least)
     between = [math.sqrt(a * b) for a, b in pairwise(gains)]
     return sorted([*gains, *between], reverse=True)
+
+
+@lru_cache
+def _gains(least: int) -> tuple[float, ...]:
+    """What one more bit gains at ``least`` bits, and at every width above: the more bits, the less."""
+    return tuple(step_variance(bits) - step_variance(bits + 1) for bits in range(least, WIDTHS[-1]))
 
 
 def _widths(pieces: Sequence[Piece], price: float, least: int) -> list[Width]:
     """The best width of every piece."""
     floor = FLOOR * sum(count * weight for count, weight in pieces) / sum(count for count, _ in pieces)
-    # One more bit gains less the more there are.
-    gains = [step_variance(bits) - step_variance(bits + 1) for bits in range(least, WIDTHS[-1])]
+    gains = _gains(least)
     return [(least + sum(max(weight, floor) * gain > price for gain in gains), count) for count, weight in pieces]
 
 

@@ -79,8 +79,9 @@ def interpret_graph(graph: fx.GraphModule) -> Compiled:
 
 
 def interpret_in_blocks(graph: fx.GraphModule) -> Compiled:
-    """The same, with pointwise operators that follow one on another run block by block: in less memory."""
-    return interpret_graph(in_blocks(graph, interpret_graph))
+    """The same, made ready by the first run, with pointwise operators that follow one on another run block by block."""
+    ready = functools.cache(lambda: interpret_graph(in_blocks(graph, interpret_graph)))
+    return boxed(lambda arguments: ready()(arguments))
 
 
 def without_views(run: Compiled, count: int) -> Compiled:
@@ -229,8 +230,7 @@ def _find_instructions() -> None:
 def _keep_input_layouts(graph: fx.GraphModule) -> None:
     """Return saved inputs as they are: Inductor would save a channels-last copy of every convolution's weight."""
     output = graph.graph.output_node()
-    visible = output.meta.get("user_visible_output_idxs")
-    outputs = output.args[0]
+    outputs, visible = output.args[0], output.meta.get("user_visible_output_idxs")
     if visible is not None and isinstance(outputs, (list, tuple)):
         saved_inputs = [i for i, n in enumerate(outputs) if isinstance(n, fx.Node) and n.op == "placeholder"]
         output.meta["user_visible_output_idxs"] = sorted({*visible, *saved_inputs})
@@ -242,8 +242,8 @@ def _keep_saved_tensors() -> None:
     torch.compile has it overwrite saved tensors, unless its first run retains the graph, and refuses to retain it
     later. What is saved here are codes, whose memory is of little use.
     """
-    context = torch._guards.TracingContext.try_get()
-    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+    donated = getattr(metadata, "bw_donated_idxs", None)
     if donated:
         # The list itself, which is all that is shared with the check when backward runs.
         donated.clear()

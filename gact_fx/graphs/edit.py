@@ -128,6 +128,13 @@ def elements_nbytes(node: fx.Node) -> int:
     return sum(hint(x.numel()) * x.dtype.itemsize for x in tensors_of(node))
 
 
+class UncalledModule(fx.GraphModule):
+    """A module whose graph is edited and interpreted, never called: writing its Python code would take long."""
+
+    def recompile(self) -> Any:
+        """Writes no code."""
+
+
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be edited by itself; tensors are shared."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
+    """A copy whose graph can be edited and interpreted by itself; tensors are shared."""
+    return UncalledModule(module, copy.deepcopy(module.graph))

@@ -13,7 +13,7 @@ from torch import fx
 
 from gact_fx.graphs.blocks import LEAST_NBYTES, Blocks, Rows, Run, Sum
 from gact_fx.graphs.compute_again import compute_again
-from gact_fx.graphs.edit import copy_module, elements_nbytes
+from gact_fx.graphs.edit import UncalledModule, copy_module, elements_nbytes
 from gact_fx.graphs.operator_table import CASTS
 from gact_fx.graphs.operators import OpOverload, name_of, packet_of, returns_alias, writes
 from gact_fx.graphs.sizes import have_same_shape
@@ -125,7 +125,7 @@ def _replace(graph: fx.Graph, nodes: Sequence[fx.Node], interpret: Callable[[fx.
     body.output(tuple(copies[node] for node in outputs))
     with graph.inserting_after(nodes[-1]):
         sums = [_sum_of(node) for node in outputs]
-        blocks = Blocks(f"blocks_of_{nodes[-1].name}", interpret(fx.GraphModule({}, body)), sums)
+        blocks = Blocks(f"blocks_of_{nodes[-1].name}", interpret(UncalledModule({}, body)), sums)
         call = graph.call_function(blocks, tuple(inputs))
     call.meta["val"] = tuple(node.meta["val"] for node in outputs)
     with graph.inserting_after(call):

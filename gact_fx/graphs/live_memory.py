@@ -189,8 +189,10 @@ class _Walk:
         mixed: set[fx.Node] = set()
         # By call, whether the order is another one than it was traced in.
         orders: dict[fx.Node, set[bool]] = {}
+        sizes: dict[fx.Node, int] = {}
         for node in self._nodes:
-            alike = [orders[i] for i in node.all_input_nodes if i in orders and numel(i) == numel(node)]
+            sizes[node] = numel(node)
+            alike = [orders[i] for i in node.all_input_nodes if i in orders and sizes[i] == sizes[node]]
             orders[node] = set[bool]().union(*alike)
             is_made = node not in self._inlined and node not in self._views
             if packet_of(node) is aten.clone and not is_made:
