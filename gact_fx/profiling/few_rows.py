@@ -134,16 +134,26 @@ class FewRows:
 
         The loss of a part is no number where all of its labels are left out.
         """
+        weights: list[float] = []
+        norms: list[float] = []
         try:
-            weights, norms = zip(*(part.weight() for part in parts), strict=True)
+            for part in parts:
+                step, loss = part._run()
+                norms.append(part._checked_norm(step))
+                del step
+                # All parts have as many rows, and one loss.
+                weights.append(weights[0] if weights else part._weight(loss))
         except Exception as error:
             log.info("rows are measured together: of one alone, profiling failed with %s", first_line(error))
             return []
-        return list(weights) if self.sums_rows or max(norms) <= ALIKE * min(norms) else []
+        return weights if self.sums_rows or max(norms) <= ALIKE * min(norms) else []
 
     def _weighed(self, weight: float | None = None) -> list[Step]:
         step, loss = self._run()
-        return [replace(step, weight=self._weigh(step, loss)[0] if weight is None else weight)]
+        if weight is None:
+            self._checked_norm(step)
+            weight = self._weight(loss)
+        return [replace(step, weight=weight)]
 
     def _parts(self, count: int) -> "list[FewRows]":
         """The rows in ``count`` parts, or all in one where they depend on each other or take little memory."""
@@ -200,33 +210,38 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def weight(self) -> tuple[float, float]:
-        """By how many times the variance of the whole batch's gradient is that of the rows', and its squared norm.
+    def _checked_norm(self, step: Step) -> float:
+        """The squared norm of the rows' gradient, whose backward pass is ``step``.
+
+        Raises:
+            ValueError: the rows have next to no gradient.
+        """
+        with torch.no_grad():
+            found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
+        times = self.rows / self.few
+        if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
+            raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
+        return found
+
+    def _weight(self, few: float | None) -> float:
+        """By how many times the variance of the whole batch's gradient is that of the rows', whose loss is ``few``.
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole
         has ``rows / few`` times the variance; where it is their mean, so many times less. Which one a loss within the
         graph is, its value tells where every row is there twice.
 
         Raises:
-            ValueError: that cannot be told, or the rows have next to no gradient.
+            ValueError: that cannot be told.
         """
-        return self._weigh(*self._run())
-
-    def _weigh(self, step: Step, few: float | None) -> tuple[float, float]:
-        """The same of rows whose backward pass is ``step``, and whose loss is ``few``."""
-        with torch.no_grad():
-            found = sum(squared_norm(x) for _, x in Replay(step.backward, step.arguments).outputs({}) if _is_float(x))
         times = self.rows / self.few
-        if not self.squared_norm / times**2 < SLACK * found < SLACK**2 * times * self.squared_norm:
-            raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
         if self.sums_rows:
-            return times, found
+            return times
         twice = self._loss_of_twice()
         share = twice / few if twice is not None and few else math.nan
         if 2**-0.5 < share < 2**0.5:
-            return 1 / times, found
+            return 1 / times
         if 2**0.5 < share < 2**1.5:
-            return times, found
+            return times
         raise ValueError(f"whether a loss of {few} is a mean or a sum, one of {twice} for twice the rows does not tell")
 
     def _loss_of_twice(self) -> float | None:

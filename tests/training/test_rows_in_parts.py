@@ -98,14 +98,14 @@ def test_rows_of_which_one_has_few_labels_are_measured_together(measured: list[i
 
 
 def test_where_one_row_cannot_be_run_two_are(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = FewRows.weight
+    run = FewRows._run
 
-    def fails(self: FewRows) -> tuple[float, float]:
+    def fails(self: FewRows) -> tuple[Step, float | None]:
         if self.few == 1:
             raise ZeroDivisionError
-        return weight(self)
+        return run(self)
 
-    monkeypatch.setattr(FewRows, "weight", fails)
+    monkeypatch.setattr(FewRows, "_run", fails)
     assert variance_of(Net(), *batch()) > 0
     assert measured == [2]
 
