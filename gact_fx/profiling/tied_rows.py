@@ -12,7 +12,7 @@ from gact_fx.graphs.sizes import RowSymbol, hint
 
 # Elements of which a mean over rows is made, at the least, where rows depend on it. (ResNet-50: a batch norm's of 16
 # made predictions two times too low. Of 98, two rows', these were 0.6 to 1.2 times those of eight rows, of 147 1.2 to
-# 2.1 times: rows differ more than that.)
+# 1.7 times: rows differ more than that.)
 ENOUGH_IN_STATISTICS = 96
 
 
