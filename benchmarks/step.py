@@ -1,9 +1,9 @@
 """Step time of gact_fx beside torch.compile: forward, loss and backward, interleaved in one run, medians.
 
-    python benchmarks/step.py [--budget-bits 4] [--steps 30] [--where] [NETWORK ...]
+    python benchmarks/step.py [--budget-bits 4] [--steps 30] [--amp] [--where] [NETWORK ...]
 
-Networks are those of ``networks.py``, or else of ``zoo_networks.py``. ``--where`` says in what kind of call the
-processor spends the time of a step, by torch.profiler (CPU alone).
+Networks are those of ``networks.py``, or else of ``zoo_networks.py``. ``--amp`` is bfloat16 autocast, and ``--where``
+says in what kind of call the processor spends the time of a step, by torch.profiler (CPU alone).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ KINDS = {
 }
 
 
-def stepper(name: str, budget_bits: float | None) -> Callable[[], None]:
+def stepper(name: str, budget_bits: float | None, *, amp: bool = False) -> Callable[[], None]:
     """A training step (without optimizer) of a fresh network, compiled and warmed up."""
-    model, batch, loss_fn = fresh(name, "fp32", real=False)
+    model, batch, loss_fn = fresh(name, "amp" if amp else "fp32", real=False)
     if budget_bits is None:
         model.compile()
     else:
@@ -77,23 +77,26 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=["bert", "resnet50", "gpt2", "llama", "swin"])
     parser.add_argument("--budget-bits", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--amp", action="store_true", help="under bfloat16 autocast, on a CPU")
     parser.add_argument("--where", action="store_true", help="milliseconds of a step by kind of call")
     options = parser.parse_args()
     if options.where and torch.cuda.is_available():
         parser.error("--where tells the calls of the CPU apart, and on a GPU these only launch kernels: leave it out")
-    print(f"median seconds per step at budget_bits={options.budget_bits:g}; {describe()}")
+    precision = "bf16 autocast" if options.amp else "fp32"
+    print(f"median seconds per step at budget_bits={options.budget_bits:g}, {precision}; {describe()}")
     print(f"{'network':10} {'torch.compile':>14} {'gact_fx':>9} {'ratio':>7}")
     results = {}
     for name in options.networks:
         torch._dynamo.reset()
-        ways = {"torch.compile": stepper(name, None), "gact_fx": stepper(name, options.budget_bits)}
+        budgets = {"torch.compile": None, "gact_fx": options.budget_bits}
+        ways = {way: stepper(name, budget_bits, amp=options.amp) for way, budget_bits in budgets.items()}
         found = results[name] = measure(ways, options.steps)
         print(f"{name:10} {found['torch.compile']:14.3f} {found['gact_fx']:9.3f} {found['ratio']:6.2f}x", flush=True)
         for way, step in ways.items() if options.where else ():
             spent = where(step, steps=5)
             print(f"  ms, {way:14}" + ", ".join(f"{kind} {ms:.1f}" for kind, ms in spent.items()), flush=True)
             found |= {f"{way}, ms in {kind}": ms for kind, ms in spent.items()}
-    save(f"step-{options.budget_bits:g}bits", results)
+    save(f"step-{options.budget_bits:g}bits{'-bf16' * options.amp}", results)
 
 
 if __name__ == "__main__":

@@ -154,6 +154,7 @@ def test_what_reads_the_gradient_may_be_the_next_call(trace: Trace, monkeypatch:
         graph.call_function(aten.neg.default, (first,))
     run_pass("split_convolutions", pair)
     graph.lint()
+    assert graph.find_nodes(op="call_function", target=GRADIENT)
 
 
 def test_far_from_the_peak_one_call_computes_both(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,15 @@ def test_the_step_itself_leaves_no_trace(cut: list[tuple[int, int]]) -> None:
     assert not [name for name in vars(x) if "dynamo" in name]
 
 
+@pytest.mark.parametrize(("length", "few"), [(49, 2), (47, 3)])
+def test_a_batch_norm_has_enough_elements(length: int, few: int, cut: list[tuple[int, int]]) -> None:
+    """Two rows of 49 are two images of ResNet-50 at 224 x 224 pixels in its last stage."""
+    model = compiled(nn.Sequential(nn.Conv1d(8, 16, 1), nn.BatchNorm1d(16), nn.ReLU(), nn.Conv1d(16, 8, 1)))
+    for _ in range(2):
+        model(torch.randn(ROWS, 8, length)).square().mean().backward()
+    assert cut == [(few, ROWS)]
+
+
 def test_planned_graphs_are_those_of_the_profile(caplog: pytest.LogCaptureFixture, cut: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     model = compiled(Net("mean"))
