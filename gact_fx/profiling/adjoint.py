@@ -32,7 +32,7 @@ class Adjoint:
         self,
         step: Step,
         sources: Sources,
-        arriving: Mapping[int, Slopes],
+        arriving: Mapping[int, Waiting],
         signs: Signs,
         probes: int,
         shared: Mapping[str, OneError],
@@ -85,7 +85,7 @@ class Adjoint:
         self._seeds = count()
         self._slopes = WaitingSlopes()
 
-    def run(self) -> dict[str, Slopes]:
+    def run(self) -> dict[str, Waiting]:
         """Fill the meters; returns the derivatives with respect to placeholders, by name."""
         groups = group_segments(self._segments)
         self._keep_crossing(self._segments, [at for at, group in enumerate(groups) for _ in group])
@@ -198,7 +198,7 @@ class Adjoint:
             elif position not in self._arriving:
                 parts.append(self._signs.like(value))
             elif self._arriving[position]:
-                parts.append(self._arriving[position][probe].reshape(value.shape).to(value.dtype))
+                parts.append(unpacked(self._arriving[position][probe]).reshape(value.shape).to(value.dtype))
         return sum(parts[1:], parts[0]) if parts else torch.zeros_like(value, requires_grad=False)
 
     def _fill(self, readings: Iterable[fx.Node]) -> None:
@@ -210,7 +210,7 @@ class Adjoint:
             self.meters[name] = meter = RoundingMeter(values, code_bits(node), stopped)
             waiting = self._slopes.take(node)
             if node in self._coefficients.of:
-                own = list(map(unpacked, waiting))
+                own = map(unpacked, waiting)
                 self.bent[name] = self._coefficients.measure(node, values, self._coefficient_slopes, own)
                 self._waiting[node] = set()
                 awaited = set().union(*self._waiting.values())

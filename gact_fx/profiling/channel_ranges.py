@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gact_fx.codec.code import WIDTHS, Code, step_variance
+from gact_fx.profiling.cell_ranges import PIECE
 
 # Elements of a channel that are told apart no further, and those below which ranges say too little of a whole batch.
 _CELL = 32
@@ -34,9 +35,14 @@ class ChannelRanges:
         """Whether ``values`` have channels, and enough elements in each."""
         return values.dim() > 1 and values.shape[-1] > 1 and values.numel() >= LEAST_LENGTH * values.shape[-1]
 
-    def add(self, squares: torch.Tensor) -> None:
-        """Add one probe's squared sensitivities, flat, in the order of the values."""
-        self._weights += _by_cell(squares.view(-1, self._low.shape[1]), torch.sum)
+    def add(self, sensitivity: torch.Tensor) -> None:
+        """Add the squares of one probe's sensitivities, flat, in the order of the values."""
+        rows = sensitivity.view(-1, self._low.shape[1])
+        # Whole cells of about so many elements.
+        length = math.ceil(PIECE / (_CELL * rows.shape[1])) * _CELL
+        for first in range(0, len(rows), length):
+            found = _by_cell(rows[first : first + length].float().square(), torch.sum)
+            self._weights[first // _CELL :][: len(found)] += found
 
     def scale(self, factor: float) -> None:
         """Take so many times what was added."""

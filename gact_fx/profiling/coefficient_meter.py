@@ -5,7 +5,7 @@ tensor do to these (`measure_chain`), times the squared sensitivity of the gradi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,7 +153,7 @@ class CoefficientMeter:
             return slope.reshape(-1).to(torch.bfloat16)
         return slope.reshape(-1)[positions.to(slope.device)]
 
-    def measure(self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, own: Sequence[torch.Tensor]) -> Bent:
+    def measure(self, reading: fx.Node, values: torch.Tensor, slopes: SlopesOf, own: Iterable[torch.Tensor]) -> Bent:
         """What codes of every width do, stochastic and dithered, in groups of 256.
 
         ``values`` are those that ``reading`` has, ``slopes`` the derivatives of the gradient with respect to
@@ -167,16 +167,18 @@ class CoefficientMeter:
         elements = self._elements[reading] if values.numel() == numel(reading) else None
         if elements is not None:
             slopes = {node: [self._picked(node, s, elements[node]) for s in found] for node, found in slopes.items()}
+        of_values = [s if elements is None else s.reshape(-1)[elements[reading].positions] for s in own]
         bits = code_bits(reading)
         widths = MEASURED if bits is None or bits > WIDTHS[-1] else MEASURED_OF_CODES
+        is_tame = self._how[reading].is_tame
         added = {
-            stored: measure_sample(chain, values, slopes, own, elements, widths, is_tame=self._how[reading].is_tame)
+            stored: measure_sample(chain, values, slopes, of_values, elements, widths, is_tame=is_tame)
             if elements is not None
-            else measure_whole(chain, followers[stored], values, slopes, own, widths)
+            else measure_whole(chain, followers[stored], values, slopes, of_values, widths)
             for stored, chain in chains.items()
         }
         share = 1.0 if elements is None else len(elements[reading].positions) / max(values.numel(), 1)
-        return Bent(added, self._meter(reading, values, slopes, elements), share, self._how[reading].is_tame)
+        return Bent(added, self._meter(reading, values, slopes, elements), share, is_tame)
 
     def _sample(self, reading: fx.Node) -> dict[fx.Node, Elements] | None:
         ends = self.of[reading]

@@ -27,7 +27,7 @@ from gact_fx.profiling.coefficient_meter import Bent
 from gact_fx.profiling.probes import Signs
 from gact_fx.profiling.rounding_meter import OneError, RoundingMeter
 from gact_fx.profiling.tape import Place, Step
-from gact_fx.profiling.waiting_slopes import Slopes
+from gact_fx.profiling.waiting_slopes import Slopes, Waiting, unpacked
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def measure_adjoint(steps: Sequence[Step], *, probes: int, seed: int = 0) -> lis
     sources = _find_sources(steps)
     signs = Signs(seed)
     opaque: set[Place] = set()
-    flowing: dict[Place, Slopes] = {}
+    flowing: dict[Place, Waiting] = {}
     leaves: dict[Any, Slopes] = {}
     done: list[Adjoint] = []
     shared = _same_codes(steps)
@@ -91,8 +91,8 @@ def _same_codes(steps: Sequence[Step]) -> list[dict[str, OneError]]:
 
 
 def _arriving(
-    detour: EagerVJP, flowing: Mapping[Place, Slopes], leaves: dict[Any, Slopes], signs: Signs, probes: int
-) -> Slopes:
+    detour: EagerVJP, flowing: Mapping[Place, Waiting], leaves: dict[Any, Slopes], signs: Signs, probes: int
+) -> Waiting:
     """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves.
 
     Of a leaf's gradient, whose parts arrive in several ways, ``leaves`` has the one v for all of them.
@@ -101,7 +101,9 @@ def _arriving(
         if end.is_leaf and end.of not in leaves:
             leaves[end.of] = [signs.like(end.like) for _ in range(probes)]
     ahead = [leaves[end.of] if end.is_leaf else flowing.get(end.of) for end in detour.ends]
-    return [detour.transpose([slopes[probe] if slopes else None for slopes in ahead]) for probe in range(probes)]
+    return [
+        detour.transpose([unpacked(slopes[probe]) if slopes else None for slopes in ahead]) for probe in range(probes)
+    ]
 
 
 def _find_sources(steps: Sequence[Step]) -> list[Sources]:

@@ -52,7 +52,7 @@ def measure_sample(
     *,
     is_tame: bool = False,
 ) -> dict[Code, Added]:
-    """What codes do to chosen ``elements``, whose ``slopes`` these are, and whether all of it is finite.
+    """What codes do to chosen ``elements``, whose ``slopes`` and ``own`` ones these are, and whether all is finite.
 
     ``is_tame``: it is known to be.
     """
@@ -63,7 +63,7 @@ def measure_sample(
     x = values.reshape(-1)[positions]
     origins = [elements[node].origins for node in chain.ends]
     weights = _Weights([slopes[node] for node in chain.ends], origins, len(x))
-    own_weights = _Weights([[slope.reshape(-1)[positions] for slope in own]])
+    own_weights = _Weights([own])
     exact = chain.evaluate_at(x, elements)
 
     def measure(rounding: str, finite: set[int], bits: int) -> Added:

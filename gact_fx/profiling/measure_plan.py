@@ -136,10 +136,14 @@ class _Graph:
         def decoded() -> list[torch.Tensor]:
             recorded = self.replay.evaluate(names)
             parts = [recorded[name] for name in names]
-            flat = _coded(torch.cat([part.reshape(-1) for part in parts]), code, None)
-            ends = list(accumulate(part.numel() for part in parts))
+            shapes, ends = [part.shape for part in parts], list(accumulate(part.numel() for part in parts))
+            flat = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+            # They may be the largest tensors that there are.
+            recorded.clear()
+            parts.clear()
+            flat = _coded(flat, code, None)
             pieces = (flat[start:end] for start, end in zip([0, *ends], ends, strict=False))
-            return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+            return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
         return {name: lambda at=at: decoded()[at] for at, name in enumerate(names)}  # type: ignore[misc]
 
@@ -158,9 +162,10 @@ def _coded(values: torch.Tensor, code: Code, stopped: Stopped | None) -> torch.T
     scaled = (scale * (values.float() if values.element_size() < 4 else values)).permute(order)
     if stopped is not None:
         scaled = scaled.masked_fill(stopped.mask.view(values.shape).permute(order), float("nan"))
-    blob = operators.compress(scaled, *code.to_compress())
-    found = operators.decompress(blob, scaled.shape, scaled.dtype, *code.to_decompress())
-    found = (found / scale).to(values.dtype).permute(sorted(memory, key=order.__getitem__)).contiguous()
+    blob, shape, dtype = operators.compress(scaled, *code.to_compress()), scaled.shape, scaled.dtype
+    del scaled
+    found = operators.decompress(blob, shape, dtype, *code.to_decompress())
+    found = found.div_(scale).to(values.dtype).permute(sorted(memory, key=order.__getitem__)).contiguous()
     if stopped is None:
         return found
     filled = torch.zeros_like(values) if stopped.error is None else values + stopped.error.view(values.shape)

@@ -10,6 +10,7 @@ from gact_fx.codec.packed_tensors import Packed, pack
 
 # One derivative per probe.
 Slopes = list[torch.Tensor]
+# The same as they wait.
 Waiting = list[Packed | torch.Tensor]
 BITS = 6
 
@@ -52,10 +53,9 @@ class WaitingSlopes:
         """Have what was taken wait again."""
         self._waiting.update(taken)
 
-    def of_placeholders(self) -> dict[str, Slopes]:
-        """The derivatives with respect to the graph's inputs, by name."""
-        found = ((node, waiting) for node, waiting in self._waiting.items() if node.op == "placeholder")
-        return {node.name: list(map(unpacked, waiting)) for node, waiting in found}
+    def of_placeholders(self) -> dict[str, Waiting]:
+        """The derivatives with respect to the graph's inputs, by name, as they wait."""
+        return {node.name: waiting for node, waiting in self._waiting.items() if node.op == "placeholder"}
 
     def _pack(self, slope: torch.Tensor) -> Packed | torch.Tensor:
         return pack(slope, next(self._seeds), BITS)

@@ -8,7 +8,9 @@ import torch
 from gact_fx import ops
 from gact_fx.codec.code import ROTATED_VARIANCES, WIDTHS, Code
 from gact_fx.passes.merge_masks import Stopped
+from gact_fx.profiling import cell_ranges, channel_ranges, rounding_meter
 from gact_fx.profiling.rounding_meter import RoundingMeter
+from gact_fx.records import Sensitivity
 
 DRAWS = 200
 GROUPS = (64, 256)
@@ -146,3 +148,23 @@ def test_variances_of_codes_that_tell_a_mask(name: str) -> None:
         wanted = simulated(marked, passed, code.bits, code.rounding, code.group_size)
         # The codec rounds these steps up to four bits of mantissa, 3 % in the mean.
         assert found[code] == pytest.approx(wanted, rel=0.2), code
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_pieces_of_a_tensor_are_measured_like_the_whole(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, slopes = torch.randn(2, 50, 101, 8, generator=generator), torch.randn(2, 2, 50, 101, 8, generator=generator)
+    stopped = Stopped(x < 0, None, 0) if is_stopped else None
+
+    def measured(piece: int) -> Sensitivity:
+        for module in (cell_ranges, channel_ranges, rounding_meter):
+            monkeypatch.setattr(module, "PIECE", piece)
+        meter = RoundingMeter(x, 8, stopped)
+        for slope in slopes:
+            meter.add(slope, stopped)
+        return meter.result((64, 256, 1024), row_numel=x[0].numel())
+
+    whole, pieces = measured(2**20), measured(2**12)
+    assert pieces.variances == pytest.approx(whole.variances)
+    assert pieces.merged == pytest.approx(whole.merged) and bool(whole.merged) is is_stopped
+    assert pieces.places.keys() == whole.places.keys()

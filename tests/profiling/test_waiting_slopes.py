@@ -16,7 +16,7 @@ def test_parts_add_up_and_wait_in_codes() -> None:
     assert node in slopes
     for found, whole in zip(slopes.of_placeholders()["x"], wanted, strict=True):
         # Each of the three times that a part is put into codes adds 3 % of the norm.
-        assert torch.linalg.vector_norm(found - whole) < 0.06 * torch.linalg.vector_norm(whole)
+        assert torch.linalg.vector_norm(unpacked(found) - whole) < 0.06 * torch.linalg.vector_norm(whole)
     taken = slopes.take(node)
     assert node not in slopes and slopes.take(node) == []
     assert all(isinstance(waiting, Packed) and waiting.blob.nbytes < 64 * 256 * 0.9 for waiting in taken)
