@@ -6,9 +6,10 @@
 The meter is ``peak_bytes.py``: every allocation counts, transients, gradients and copies included. torch.compile and
 gact_fx run in a process each, and gact_fx profiles its first training step, as without ``sample_batches``. "profiled"
 is the higher peak of the first two steps: large graphs are recorded in the first one, and measured when the second one
-begins. "planned" is the third step. "Held" is live as backward begins, "left" after the step (of "profiled" the second
-one) beyond gradients. Peaks are also given above the gradients, which every way of training has. ``--times`` makes the
-batch larger: "fill" by what a GPU has room for.
+begins. "planned" is the third step, and so is torch.compile's. "Held" is live as backward begins. "Left" is what all
+steps up to the second one ("profiled") or the third one have allocated and not freed, beyond gradients. Peaks are also
+given above the gradients, which every way of training has. ``--times`` makes the batch larger: "fill" by what a GPU has
+room for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 
 import torch
 from machine import describe, save, saved
@@ -56,14 +58,15 @@ def measure(way: str, network: str, options: argparse.Namespace) -> dict[str, di
         seconds.append(time.perf_counter() - start)
     first, second, planned = peaks
     highest = max(first, second, key=lambda peak: peak.step)
-    found = {"profiled": (highest, second.left, sum(seconds[:2])), "planned": (planned, planned.left, seconds[2])}
+    left = list(accumulate(peak.left - gradients for peak in peaks))
+    found = {"profiled": (highest, left[1], sum(seconds[:2])), "planned": (planned, left[2], seconds[2])}
     if way == "torch.compile":
         found = {way: found["planned"]}
     return {
         name: {
-            "gradients": gradients, "peak": peak.step, "held": peak.held, "left": left - gradients, "seconds": seconds,
+            "gradients": gradients, "peak": peak.step, "held": peak.held, "left": remains, "seconds": taken,
         }
-        for name, (peak, left, seconds) in found.items()
+        for name, (peak, remains, taken) in found.items()
     }  # fmt: skip
 
 

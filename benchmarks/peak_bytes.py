@@ -8,6 +8,7 @@ allocator.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ def peak_bytes(loss_of: Callable[[], torch.Tensor], device: str = "cpu") -> Peak
             pass
         loss.backward()
         del loss
+        # What a model returns may hold itself, as that of transformers does, until Python looks for such cycles.
+        gc.collect()
     events = []
     for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -69,5 +72,6 @@ def _on_cuda(loss_of: Callable[[], torch.Tensor]) -> Peak:
     torch.cuda.reset_peak_memory_stats()
     loss.backward()
     del loss
+    gc.collect()
     torch.cuda.synchronize()
     return Peak(forward, held, torch.cuda.max_memory_allocated() - base, torch.cuda.memory_allocated() - base)

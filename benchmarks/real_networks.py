@@ -1,7 +1,8 @@
 """Networks at the sizes that people train: ``build(name) -> (model, batch, loss_fn)``, as in ``networks.py``.
 
 Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and llama one of 32000, and both
-return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model. bert-12 and gpt2-12 have twelve
+return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model, and gpt2-breaks is gpt2 with graph
+breaks between its layers and before its loss. bert-12 and gpt2-12 have twelve
 layers. ``small=True`` gives the same architectures in a size for trials, and ``times=n`` a batch of n times as many
 rows. All but unet need transformers.
 """
@@ -19,7 +20,7 @@ from networks import Batch, Network
 from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "llama", "vit", "unet")
+NAMES = ("bert", "resnet50", "gpt2", "gpt2-loss", "gpt2-breaks", "llama", "vit", "unet")
 DEEP = ("bert-12", "gpt2-12")
 
 
@@ -38,7 +39,8 @@ def build(name: str, *, small: bool = False, times: int = 1) -> Network:
     torch.manual_seed(0)
     networks: dict[str, Callable[[Scale], Network]] = {
         "bert": _bert, "bert-12": partial(_bert, layers=12), "resnet50": _resnet50, "gpt2": _gpt2,
-        "gpt2-12": partial(_gpt2, layers=12), "gpt2-loss": _gpt2_loss, "llama": _llama, "vit": _vit, "unet": _unet,
+        "gpt2-12": partial(_gpt2, layers=12), "gpt2-loss": _gpt2_loss, "gpt2-breaks": _gpt2_breaks, "llama": _llama,
+        "vit": _vit, "unet": _unet,
     }  # fmt: skip
     return networks[name](Scale(small, times))
 
@@ -117,6 +119,31 @@ class LossAlone(nn.Module):
 def _gpt2_loss(scale: Scale) -> Network:
     model, batch, _ = _gpt2(scale)
     return LossAlone(model), batch, lambda model, batch: model(**batch)
+
+
+class LossBehindBreak(nn.Module):
+    """A language model that computes its loss, of the tokens that come next, in a graph of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=input_ids).logits
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def _break_after(module: nn.Module, arguments: object, result: object) -> None:
+    """A forward hook behind which the graph ends."""
+    torch._dynamo.graph_break()
+
+
+def _gpt2_breaks(scale: Scale) -> Network:
+    model, batch, _ = _gpt2(scale)
+    for layer in model.get_submodule("transformer.h").children():
+        layer.register_forward_hook(_break_after)
+    return LossBehindBreak(model), batch, lambda model, batch: model(**batch)
 
 
 class Block(nn.Module):
