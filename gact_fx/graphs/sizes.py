@@ -91,12 +91,10 @@ class RowSymbol:
                 return int(value.shape[0])
         return None
 
-    def cut(self, fake: Any, value: Any, rows: int, few: int) -> Any:
-        """What ``value``, which has ``rows``, is for ``few`` of these.
-
-        The rows are as far apart as they can be, since loaders may sort them, by length or by class.
-        """
-        return self.take(fake, value, rows, range(rows // few // 2, rows, rows // few)[:few])
+    @staticmethod
+    def apart(rows: int, few: int) -> range:
+        """``few`` of the ``rows``, as far apart as they can be: loaders may sort rows, by length or by class."""
+        return range(rows // few // 2, rows, rows // few)[:few]
 
     def take(self, fake: Any, value: Any, rows: int, chosen: range) -> Any:
         """What ``value``, which has ``rows``, is for the ``chosen`` ones: a size, or a copy of parts of a tensor.
@@ -117,6 +115,18 @@ class RowSymbol:
                 apart = every[chosen.start : chosen.stop : chosen.step]
                 found = apart.clone().movedim(0, dimension).flatten(dimension, dimension + 1)
         return found
+
+    def spread(self, fake: Any, value: torch.Tensor, rows: int, chosen: range) -> torch.Tensor:
+        """What has ``value`` in its ``chosen`` rows, and zeros in the others of its ``rows``."""
+        if not self.is_in(fake):
+            return value
+        for dimension, size in enumerate(fake.shape):
+            if self.is_in(size):
+                few = value.unflatten(dimension, (len(chosen), -1)).movedim(dimension, 0)
+                every = few.new_zeros(rows, *few.shape[1:])
+                every[chosen.start : chosen.stop : chosen.step] = few
+                value = every.movedim(0, dimension).flatten(dimension, dimension + 1)
+        return value
 
     def repeat(self, fake: Any, value: Any, rows: int) -> Any:
         """What ``value``, which has ``rows``, is where each of these is there twice."""

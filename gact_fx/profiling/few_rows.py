@@ -6,9 +6,8 @@ the other, unless rows depend on each other.
 """
 
 import contextlib
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.errors import first_line
+from gact_fx.breaks.eager_vjp import EagerVJP
+from gact_fx.breaks.vjp_of_rows import Rows
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.edit import copy_module, is_float_tensor
@@ -26,21 +26,15 @@ from gact_fx.graphs.sizes import RowSymbol, is_symbolic, known_symbols, with_sym
 from gact_fx.graphs.trees import tree_map
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.gradients import squared_norm
-from gact_fx.profiling.tape import Step
+from gact_fx.profiling.tape import Place, Step
 from gact_fx.profiling.tied_rows import are_tied
 
-log = logging.getLogger("gact_fx")
 # The fewest rows that are measured, and the bytes that these save, uncompressed: of fewer, figures scatter.
 FEWEST = 2
 ENOUGH_NBYTES = 2**23
-# What the rows of a part save, uncompressed, at the least: fewer take little memory anyway, and whether biases of rows
-# point one way shows where they are measured together.
-PART_NBYTES = 2**22
 # By how many times the gradient of a few rows may be larger or smaller than sums and means explain.
 SLACK = 30.0
 _aten = torch.ops.aten
-# By how many times the squared norms of the gradients of parts may differ: means over more or fewer labels count alike.
-ALIKE = 4.0
 # Which argument has the dimensions of operators that are others where there is one row.
 _OTHERS_OF_ONE_ROW = {
     _aten.squeeze.default: None,
@@ -53,52 +47,78 @@ _OTHERS_OF_ONE_ROW = {
 
 @dataclass(eq=False)
 class FewRows:
-    """A ``few`` of the ``rows`` of one call of a pair of graphs, by ``symbol``.
+    """The ``chosen`` ones of the ``rows`` of one call of a pair of graphs, by ``symbol``.
 
     A row saves ``row_nbytes``, uncompressed. ``inputs`` are forward's, ``tangents`` backward's by name,
     ``squared_norm`` that of the whole batch's gradient; the last two are there once `keep_tangents` and `keep_results`
-    were called. ``sums_rows``: tangents that have rows say something.
+    were called. ``sums_rows``: tangents that have rows say something. ``links``: by input, the tangent that its
+    gradient is of an earlier graph of the step, or what eager PyTorch made the input by.
     """
 
     pair: GraphPair
     analysis: GraphAnalysis
     symbol: RowSymbol
     rows: int
-    few: int
+    chosen: range
     row_nbytes: float
     inputs: Sequence[Any]
+    links: dict[int, Place | EagerVJP] = field(default_factory=dict)
     tangents: dict[str, Any] = field(default_factory=dict)
     squared_norm: float = 0.0
     sums_rows: bool = False
 
     @classmethod
-    def of(cls, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> "FewRows | None":
-        """Copies of some rows of forward's ``inputs``; None where these have no rows that vary, or too few."""
+    def of(
+        cls, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any], like: "FewRows | None" = None
+    ) -> "FewRows | None":
+        """Copies of some rows of forward's ``inputs``; None where these have no rows that vary, or too few.
+
+        The rows are those that are chosen of an earlier graph of the step, ``like``, if there is one.
+        """
         nodes = pair.forward.graph.find_nodes(op="placeholder")
         varying = [node for node in nodes if node.name not in pair.static_inputs]
         symbol = RowSymbol(varying)
         fakes = [node.meta.get("val") for node in nodes]
         is_apart = not any(has_collectives(module.graph) for module in (pair.forward, pair.backward))
         rows = symbol.rows(fakes, inputs) if symbol.is_known and is_apart else None
-        if rows is None:
+        if rows is None or (like is not None and rows % like.rows):
             return None
+        if like is not None:
+            # Several elements may be one row, flattened.
+            rows = like.rows
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
         least = max(FEWEST, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
         # Statistics of a batch norm may want more.
-        counts = (count for count in (least, math.ceil(1.5 * least), 2 * least) if 2 * count <= rows)
+        counts = [count for count in (least, math.ceil(1.5 * least), 2 * least) if 2 * count <= rows]
+        counts = counts if like is None else [like.few]
         few = next((count for count in counts if not are_tied(pair.forward.graph, symbol, count / rows)), None)
         if few is None:
             return None
-        cut = [symbol.cut(fake, value, rows, few) for fake, value in zip(fakes, inputs, strict=True)]
+        chosen = symbol.apart(rows, few)
+        cut = [symbol.take(fake, value, rows, chosen) for fake, value in zip(fakes, inputs, strict=True)]
         # What has a history would hold it until the rows are measured. One tensor may be several inputs.
         without = {id(x): x.detach() for x in cut if isinstance(x, torch.Tensor) and not x.is_leaf}
         cut = [without.get(id(x), x) for x in cut]
-        return cls(pair, analysis, symbol, rows, few, nbytes / rows, cut)
+        return cls(pair, analysis, symbol, rows, chosen, nbytes / rows, cut)
+
+    @property
+    def few(self) -> int:
+        """How many rows are chosen."""
+        return len(self.chosen)
+
+    @property
+    def own_inputs(self) -> list[Any]:
+        """Forward's inputs, None for those that an earlier graph leads to."""
+        return [None if position in self.links else x for position, x in enumerate(self.inputs)]
 
     @property
     def device_types(self) -> frozenset[str]:
         """Where the graphs run."""
         return frozenset(x.device.type for x in self.inputs if isinstance(x, torch.Tensor))
+
+    def rows_of(self, placeholder: fx.Node) -> Rows:
+        """The chosen rows of what ``placeholder`` of forward or backward stands for."""
+        return Rows(self.symbol, placeholder.meta.get("val"), self.rows, self.chosen)
 
     def keep_tangents(self, arguments: Sequence[Any]) -> None:
         """Of the ``arguments`` of the whole batch's backward pass."""
@@ -107,63 +127,18 @@ class FewRows:
             if node.name in names:
                 fake = node.meta.get("val")
                 self.sums_rows |= self.symbol.is_in(fake) and isinstance(value, torch.Tensor) and bool(value.any())
-                self.tangents[node.name] = self.symbol.cut(node.meta.get("val"), value, self.rows, self.few)
+                self.tangents[node.name] = self.symbol.take(fake, value, self.rows, self.chosen)
 
     def keep_results(self, results: Sequence[Any]) -> None:
         """Of the whole batch's backward pass."""
         self.squared_norm = sum(squared_norm(x) for x in results if _is_float(x))
 
-    def recordings(self, parts: int) -> list[Callable[[], list[Step]]]:
-        """What runs forward on some of the rows, and gives their backward pass; to be measured one after the other.
-
-        ``parts`` is how many there are, unless rows depend on each other. A step knows by how many times the whole
-        batch's variance is that of its rows.
-
-        Raises:
-            ValueError: that cannot be told, or the rows have next to no gradient.
-        """
-        several = self._parts(parts)
-        weights = self._weights_of(several) if len(several) > 1 else []
-        if not weights:
-            steps = self._weighed()
-            return [lambda: steps]
-        return [partial(part._weighed, weight) for part, weight in zip(several, weights, strict=True)]
-
-    def _weights_of(self, parts: "Sequence[FewRows]") -> list[float]:
-        """The weights of parts, none where these are to be measured together: they do not count alike, or one fails.
-
-        The loss of a part is no number where all of its labels are left out.
-        """
-        weights: list[float] = []
-        norms: list[float] = []
-        try:
-            for part in parts:
-                step, loss = part._run()
-                norms.append(part._checked_norm(step))
-                del step
-                # All parts have as many rows, and one loss.
-                weights.append(weights[0] if weights else part._weight(loss))
-        except Exception as error:
-            log.info("rows are measured together: of one alone, profiling failed with %s", first_line(error))
-            return []
-        return weights if self.sums_rows or max(norms) <= ALIKE * min(norms) else []
-
-    def _weighed(self, weight: float | None = None) -> list[Step]:
-        step, loss = self._run()
-        if weight is None:
-            self._checked_norm(step)
-            weight = self._weight(loss)
-        return [replace(step, weight=weight)]
-
-    def _parts(self, count: int) -> "list[FewRows]":
-        """The rows in ``count`` parts, or all in one where they depend on each other or take little memory."""
+    def can_be_parted(self, count: int) -> bool:
+        """Whether the rows may run in ``count`` parts, one after the other: none depends on those of another part."""
         graphs = (self.pair.forward.graph, self.pair.backward.graph)
-        is_small = self.few % count or self.few / count * self.row_nbytes < PART_NBYTES
-        if count == 1 or is_small or any(self._is_other_of_one_row(node) for graph in graphs for node in graph.nodes):
-            return [self]
-        if are_tied(graphs[0], self.symbol, self.few / count / self.rows):
-            return [self]
-        return [self._part(range(first, self.few, count)) for first in range(count)]
+        if any(self._is_other_of_one_row(node) for graph in graphs for node in graph.nodes):
+            return False
+        return not are_tied(graphs[0], self.symbol, self.few / count / self.rows)
 
     def _is_other_of_one_row(self, node: fx.Node) -> bool:
         if node.target not in _OTHERS_OF_ONE_ROW:
@@ -172,7 +147,9 @@ class FewRows:
         given: Any = node.args[at] if at is not None and at < len(node.args) else range(len(shape))
         return any(self.symbol.is_in(shape[dim]) for dim in ([given] if isinstance(given, int) else given))
 
-    def _part(self, chosen: range) -> "FewRows":
+    def part(self, first: int, count: int) -> "FewRows":
+        """Every ``count``-th of the few rows, from the ``first`` one on."""
+        chosen = range(first, self.few, count)
         fakes = [node.meta.get("val") for node in self.pair.forward.graph.find_nodes(op="placeholder")]
         inputs = [self.symbol.take(fake, x, self.few, chosen) for fake, x in zip(fakes, self.inputs, strict=True)]
         placeholders = {node.name: node for node in self.pair.backward.graph.find_nodes(op="placeholder")}
@@ -180,10 +157,13 @@ class FewRows:
             name: self.symbol.take(placeholders[name].meta.get("val"), value, self.few, chosen)
             for name, value in self.tangents.items()
         }
-        return replace(self, few=len(chosen), inputs=inputs, tangents=tangents)
+        return replace(self, chosen=self.chosen[first::count], inputs=inputs, tangents=tangents)
 
-    def _run(self) -> tuple[Step, float | None]:
-        """The backward pass of the rows, and their loss where forward gives one."""
+    def run(self, numbers: dict[int, int]) -> tuple[Step, float | None]:
+        """The backward pass of the rows, and their loss where forward gives one.
+
+        ``numbers``: of leaves, by the ``id`` of the input; new ones are added.
+        """
         pair = self._pair_of_few()
         with self._without_trace():
             outputs = interpret_graph(self.pair.forward)(_without_written(self.pair, self.inputs))
@@ -195,9 +175,9 @@ class FewRows:
         del outputs
         arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
         leaves: dict[int, int] = {}
-        numbers: dict[int, int] = {}
         for output, position in pair.gradients_of_inputs().items():
-            leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
+            if position not in self.links:
+                leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
         return Step(pair, self.analysis, arguments, leaves=leaves, outputs=[]), loss
 
     def _pair_of_few(self) -> GraphPair:
@@ -210,7 +190,7 @@ class FewRows:
                 node.meta["val"] = tree_map(partial(with_symbols, known=known), node.meta["val"])
         return replace(self.pair, backward=backward)
 
-    def _checked_norm(self, step: Step) -> float:
+    def checked_norm(self, step: Step) -> float:
         """The squared norm of the rows' gradient, whose backward pass is ``step``.
 
         Raises:
@@ -223,7 +203,7 @@ class FewRows:
             raise ValueError(f"their gradient has a squared norm of {found:.3g}, that of all {self.squared_norm:.3g}")
         return found
 
-    def _weight(self, few: float | None) -> float:
+    def weight(self, few: float | None) -> float:
         """By how many times the variance of the whole batch's gradient is that of the rows', whose loss is ``few``.
 
         Errors of rows are independent. Where the gradient is their sum, as it is of tangents that have rows, the whole

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,12 +14,13 @@ from gact_fx.graphs.compilers import Compiled, boxed
 from gact_fx.graphs.dynamo import in_backward
 from gact_fx.graphs.hooks import caller_has_hooks
 from gact_fx.passes.graph_analysis import GraphAnalysis
-from gact_fx.profiling.few_rows import FewRows
+from gact_fx.profiling.few_rows_step import FewRowsStep
 from gact_fx.profiling.gradients import are_finite, sketch
 from gact_fx.profiling.narrow_codes import narrowed
 from gact_fx.profiling.tape import MAX_WAITING, Step, Tape, with_copies
 
 log = logging.getLogger("gact_fx")
+T = TypeVar("T")
 # The sketch of what a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
 LeafGradients = Mapping[torch.Tensor, torch.Tensor]
 # Each gives backward passes of a step: those of all of its graphs, or that of some rows of one.
@@ -57,21 +58,21 @@ class Recorder:
     # Whether `record_next` asked for the present step, or the next one.
     _is_asked_for: bool = field(default=False, init=False)
     _stopped: bool = field(default=False, init=False)
-    # Of a step of one graph, by which it is known, a few rows instead of the tape; and whether that did not do.
-    _few_rows: dict[Hashable, FewRows] = field(default_factory=dict, init=False)
+    # Of a step, a few rows instead of the tape; and whether that did not do.
+    _few_rows: FewRowsStep = field(default_factory=FewRowsStep, init=False)
     _is_whole: bool = field(default=False, init=False)
     # By graph, forward with codes of ``narrow_bits``, and backward for as long as anybody may run it behind that.
     _narrowed: WeakKeyDictionary[Any, tuple[Compiled, Compiled]] = field(default_factory=WeakKeyDictionary, init=False)
     # Whether the tape lacks a run of the present step.
     _is_partial: bool = field(default=False, init=False)
-    _pending: tuple[FewRows, LeafGradients] | None = field(default=None, init=False)
+    _pending: tuple[FewRowsStep, LeafGradients] | None = field(default=None, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def start(self, *, is_due: bool = True) -> None:
         """Record what runs from now on; ``is_due``: to be profiled."""
         # Sharded parameters are not there in forward of the graphs behind them.
         self._tape, self._gradients = Tape(follows=is_due and not self.copies()), {}
-        self._few_rows, self._is_due, self._is_partial = {}, is_due, False
+        self._few_rows, self._is_due, self._is_partial = FewRowsStep(), is_due, False
 
     def take(self) -> list[Step]:
         """What was recorded since `start`; recording goes on with an empty tape."""
@@ -116,31 +117,42 @@ class Recorder:
                 if bits is not None and key not in self._narrowed:
                     self._narrowed[key] = narrowed(running or pair, analysis, bits)
                 outputs = (run if bits is None else self._narrowed[key][0])(arguments)
-            if self._tape is not None and not is_cut:
+            if is_cut:
+                self._few_rows.ran(outputs[: pair.num_user_outputs])
+            elif self._tape is not None:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
 
         return boxed(call)
+
+    def noting_results(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, a compiled graph as the model calls it, with a look at the results when autograd knows them."""
+
+        def call(*arguments: Any) -> Any:
+            results = run(*arguments)
+            self._few_rows.note_results()
+            return results
+
+        return call
 
     def backward(self, run: Compiled, key: Hashable, pair: GraphPair, analysis: GraphAnalysis) -> Compiled:
         """``run``, the backward graph ``key``, watched."""
 
         def call(arguments: list[Any]) -> Any:
             inputs: Sequence[Any] = []
-            few = self._few_rows.get(key)
-            if few is not None and few.tangents:
-                # The graph ran forward twice, and nothing was kept of the run that has its backward pass now.
-                few, self._few_rows, self._is_whole, self._is_partial = None, {}, True, True
-            if few is not None:
-                inputs = few.inputs
-                self._of_few(lambda few: few.keep_tangents(arguments))
+            if self._few_rows:
+                found = self._tried(lambda: self._few_rows.begin_backward(key, arguments))
+                if found is None:
+                    # Nothing was kept of the run that has its backward pass now.
+                    self._record_whole()
+                inputs = found or []
             elif self._tape is not None:
                 lasting = with_copies(pair, analysis, arguments) if self.copies() else arguments
                 inputs = self._tape.record_backward(key, pair, analysis, lasting)
             with self._abandoning():
                 result = (self._narrowed[key][1] if key in self._narrowed else run)(arguments)
-            if few is not None:
-                self._of_few(lambda few: few.keep_results(result))
+            if self._few_rows:
+                self._tried(lambda: self._few_rows.end_backward(key, result))
             elif self._tape is not None:
                 self._tape.record_results(key, result)
             if self.every is None:
@@ -155,26 +167,21 @@ class Recorder:
         return boxed(call)
 
     def _cut(self, key: Hashable, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> bool:
-        """Keep a few rows of a step of one graph instead of all that it saves; whether that was done.
+        """Keep a few rows of what a graph reads instead of all that it saves; whether that was done.
 
-        Where other runs turn up behind it, the next step is recorded whole. One that has had no backward pass yet may
-        never have one, and gives way to the next.
+        Where that is no way for a graph of the step, the next step is recorded whole. Graphs that have had no backward
+        pass yet may never have one, and give way when one of them runs again.
         """
         if self._is_whole:
             return False
         if key in self._few_rows and not self._has_gradients:
-            self._few_rows = {}
-        if self._few_rows:
-            self._is_whole, self._is_partial, self._few_rows = True, True, {}
-        elif self._is_due and self._tape is not None and self._tape.is_empty and not self.copies():
-            try:
-                few = FewRows.of(pair, analysis, inputs)
-            except ValueError as error:
-                self._give_up(error)
-                return False
-            self._few_rows = {} if few is None else {key: few}
-            return few is not None
-        return False
+            self._few_rows = FewRowsStep()
+        is_first = self._is_due and self._tape is not None and self._tape.is_empty and not self.copies()
+        is_cut = is_first and not (self._few_rows and self._has_gradients)
+        is_cut = is_cut and bool(self._tried(lambda: self._few_rows.add(key, pair, analysis, inputs)))
+        if self._few_rows and not is_cut:
+            self._record_whole()
+        return is_cut
 
     def _enter(self, key: Hashable) -> None:
         if self.every is None or self._stopped or not self.counts():
@@ -223,7 +230,7 @@ class Recorder:
                 if self._tape is not None:
                     outcome = "the plan there is stays" if is_given_up else "the next step takes its place"
                     log.warning("%s in a step that was to be profiled; %s", type(error).__name__, outcome)
-                self._tape, self._gradients, self._few_rows = None, {}, {}
+                self._tape, self._gradients, self._few_rows = None, {}, FewRowsStep()
                 self._waiting, self._has_gradients = {}, False
                 if is_given_up:
                     self._is_asked_for = False
@@ -235,11 +242,10 @@ class Recorder:
     def _finish(self) -> None:
         waits = bool(self._few_rows) and not self._is_whole
         if waits:
-            (few,), steps = self._few_rows.values(), []
-            self._pending = few, self._gradients
+            self._pending, steps = (self._few_rows, self._gradients), []
         else:
             steps = self._steps()
-        gradients, self._tape, self._gradients, self._few_rows = self._gradients, None, {}, {}
+        gradients, self._tape, self._gradients, self._few_rows = self._gradients, None, {}, FewRowsStep()
         self._waiting, self._has_gradients = {}, False
         self._is_asked_for &= not (steps or waits)
         if steps:
@@ -262,11 +268,11 @@ class Recorder:
                 self.on_step(recordings, gradients)
 
     def _steps(self) -> list[Step]:
-        few, self._few_rows = list(self._few_rows.values()), {}
+        few, self._few_rows = self._few_rows, FewRowsStep()
         if self._tape is None or self._is_partial:
             return []
         if few:
-            return self._tried(lambda: few[0].recordings(parts=1)[0]())
+            return self._tried(lambda: few.recordings(parts=1)[0]()) or []
         breaks = self._tape.breaks()
         if breaks and not self._has_warned:
             self._has_warned = True
@@ -277,24 +283,18 @@ class Recorder:
             )  # fmt: skip
         return self._tape.steps()
 
-    def _tried(self, run: Callable[[], list[Any]]) -> list[Any]:
+    def _tried(self, run: Callable[[], T]) -> T | None:
+        """What fails in keeping or running a few rows is no failure of the step."""
         try:
             return run()
         except Exception as error:
-            self._give_up(error)
-            return []
+            self._record_whole()
+            log.warning(
+                "profiling on a few rows failed with %s: %s; the next step is profiled whole, in more memory",
+                type(error).__name__, error,
+            )  # fmt: skip
+            return None
 
-    def _of_few(self, keep: Callable[[FewRows], None]) -> None:
-        """Have the few rows of the present step keep something; what fails in that is no failure of the step."""
-        try:
-            for few in self._few_rows.values():
-                keep(few)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._is_whole, self._is_partial, self._few_rows = True, True, {}
-        log.warning(
-            "profiling on a few rows failed with %s: %s; the next step is profiled whole, in more memory",
-            type(error).__name__, error,
-        )  # fmt: skip
+    def _record_whole(self) -> None:
+        """Give this step up, and record the next one whole."""
+        self._is_whole, self._is_partial, self._few_rows = True, True, FewRowsStep()

@@ -90,6 +90,8 @@ class Backend:
         # Compiled graphs store what they save themselves.
         with paused():
             run = compile_pair(module, example_inputs, cut, inner=config.inner, patches=patches, interpret=watch)
+        if self._recorder is not None:
+            run = self._recorder.noting_results(run)
         if session.eager_regions is not None:
             run = session.eager_regions.watch(run)
         return refuse_double_backward(outside_hooks(with_late_products(run, late)))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gact_fx
 from gact_fx.graphs.edit import copy_module
 from gact_fx.profiling import few_rows, narrow_codes
-from gact_fx.profiling.few_rows import FewRows
+from gact_fx.profiling.few_rows_step import FewRowsStep
 from gact_fx.profiling.measure_plan import PlanMeter
 from gact_fx.training import row_tracing
 from gact_fx.training.model import session_of
@@ -49,13 +49,13 @@ def small_graphs_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every step that is profiled on a few rows, how many of how many."""
     found: list[tuple[int, int]] = []
-    recordings = FewRows.recordings
+    recordings = FewRowsStep.recordings
 
-    def noted(self: FewRows, parts: int) -> object:
-        found.append((self.few, self.rows))
+    def noted(self: FewRowsStep, parts: int) -> object:
+        found.append(*{(few.few, few.rows) for few in self._graphs.values()})
         return recordings(self, parts)
 
-    monkeypatch.setattr(FewRows, "recordings", noted)
+    monkeypatch.setattr(FewRowsStep, "recordings", noted)
     return found
 
 
@@ -245,27 +245,13 @@ def test_what_waits_to_be_profiled_is_a_few_rows() -> None:
     assert held_bytes() - before < 0.1 * x.nbytes
 
 
-def test_a_batch_is_profiled_whole_where_the_model_breaks_it_up(cut: list[tuple[int, int]]) -> None:
-    class Broken(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = F.gelu(self.a(x))
-            torch._dynamo.graph_break()
-            return (F.gelu(self.b(hidden)) * self.c(hidden)).square().mean()
-
-    torch.manual_seed(0)
-    model = compiled(Broken())
-    for _ in range(3):
-        model(torch.randn(ROWS, 4, WIDTH)).backward()
-    assert not cut and gact_fx.inspect(model).ratio > 2
-
-
 def test_rows_that_cannot_be_cut_are_profiled_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: FewRows, parts: int) -> object:
+    def fail(self: FewRowsStep, parts: int) -> object:
         raise RuntimeError("no rows")
 
-    monkeypatch.setattr(FewRows, "recordings", fail)
+    monkeypatch.setattr(FewRowsStep, "recordings", fail)
     torch.manual_seed(0)
     model = compiled(Net("mean"))
     for _ in range(3):

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gact_fx
-from gact_fx.profiling import few_rows
+from gact_fx.profiling import few_rows, few_rows_step
 from gact_fx.profiling.few_rows import FewRows
 from gact_fx.profiling.tape import Step
 from gact_fx.training import row_tracing
@@ -23,7 +23,7 @@ ROWS, LENGTH, WIDTH = 8, 32, 32
 def small_graphs_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (few_rows, row_tracing):
         monkeypatch.setattr(module, "ENOUGH_NBYTES", 2**13)
-    monkeypatch.setattr(few_rows, "PART_NBYTES", 2**12)
+    monkeypatch.setattr(few_rows_step, "PART_NBYTES", 2**12)
 
 
 @pytest.fixture
@@ -31,18 +31,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every backward pass that is measured; none may be there when the next one is."""
     found: list[int] = []
     steps: list[weakref.ref[Step]] = []
-    weighed, measure = FewRows._weighed, Session.measure
+    weighed, measure = few_rows_step._weighed, Session.measure
 
-    def noted(self: FewRows, weight: float | None = None) -> list[Step]:
+    def noted(graphs: Sequence[FewRows], weights: Sequence[float] = ()) -> list[Step]:
         assert all(step() is None for step in steps)
-        found.append(self.few)
-        return weighed(self, weight)
+        found.append(graphs[0].few)
+        return weighed(graphs, weights)
 
     def watched(self: Session, given: list[Step], bar: object = None) -> object:
         steps.extend(map(weakref.ref, given))
         return measure(self, given, bar)
 
-    monkeypatch.setattr(FewRows, "_weighed", noted)
+    monkeypatch.setattr(few_rows_step, "_weighed", noted)
     monkeypatch.setattr(Session, "measure", watched)
     return found
 
@@ -98,14 +98,14 @@ def test_rows_of_which_one_has_few_labels_are_measured_together(measured: list[i
 
 
 def test_where_one_row_cannot_be_run_two_are(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FewRows._run
+    run = FewRows.run
 
-    def fails(self: FewRows) -> tuple[Step, float | None]:
+    def fails(self: FewRows, numbers: dict[int, int]) -> tuple[Step, float | None]:
         if self.few == 1:
             raise ZeroDivisionError
-        return run(self)
+        return run(self, numbers)
 
-    monkeypatch.setattr(FewRows, "_run", fails)
+    monkeypatch.setattr(FewRows, "run", fails)
     assert variance_of(Net(), *batch()) > 0
     assert measured == [2]
 
@@ -128,7 +128,7 @@ def test_rows_that_forward_writes_to_are_as_they_came_whenever_they_run(measured
 
 
 def test_small_rows_are_measured_together(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "PART_NBYTES", 2**24)
+    monkeypatch.setattr(few_rows_step, "PART_NBYTES", 2**24)
     variance_of(Net(), *batch())
     assert measured == [2]
 

@@ -1,0 +1,188 @@
+"""Models with graph breaks are profiled on a few rows, too: the same ones in every graph, whose gradients flow on."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import gradients, relative_error
+from torch import nn
+from torch.nn import functional as F
+
+import gact_fx
+from gact_fx.profiling import few_rows
+from gact_fx.profiling.few_rows_step import FewRowsStep
+from gact_fx.training import row_tracing
+from gact_fx.training.session import Session
+
+ROWS, LENGTH, WIDTH = 64, 16, 32
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="before torch 2.13 sizes that vary do so in the first graph alone"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_graphs_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_tracing, "ENOUGH_NBYTES", 2**13)
+    # Of two rows of so few elements groups hold too much of a tensor.
+    monkeypatch.setattr(few_rows, "ENOUGH_NBYTES", 2**15)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The graphs of every step that is profiled on a few rows."""
+    found: list[int] = []
+    recordings = FewRowsStep.recordings
+
+    def noted(self: FewRowsStep, parts: int) -> object:
+        found.append(len(self))
+        return recordings(self, parts)
+
+    monkeypatch.setattr(FewRowsStep, "recordings", noted)
+    return found
+
+
+def held_bytes() -> int:
+    """Of all storages that Python objects hold."""
+    gc.collect()
+    # Fake tensors have no bytes.
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@torch.compiler.disable
+def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """What runs in eager PyTorch."""
+    return x * by
+
+
+class Broken(nn.Module):
+    """Two graphs and the loss, in a third one, if ``reduce`` says how."""
+
+    def __init__(self, reduce: str = "", way: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.by, self.reduce, self.way = nn.Parameter(torch.ones(WIDTH)), reduce, way
+
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "flat":
+            x = x.flatten(0, 1)
+        if self.way == "view":
+            x = x.transpose(1, 2)
+        torch._dynamo.graph_break()
+        if self.way == "view":
+            x = x.transpose(1, 2)
+        return scaled(x, self.by) if self.way == "eager" else x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.b(F.gelu(self.a(x))))
+        hidden = self.between(hidden)
+        hidden = torch.tanh(self.c(F.layer_norm(hidden, (WIDTH,))))
+        torch._dynamo.graph_break()
+        losses = (self.c(hidden).softmax(-1).cumsum(-1) - 0.5).square()
+        return getattr(losses, self.reduce)() if self.reduce else losses
+
+
+def variance_of(model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], **options: object) -> float:
+    gact_fx.compile(model, inner="eager", min_elements=64, **options)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    loss_of(model(torch.randn(ROWS, LENGTH, WIDTH))).backward()
+    plan = gact_fx.inspect(model).plan
+    assert plan is not None and plan.variance is not None
+    return plan.variance
+
+
+# The loss inside of the model, or behind it.
+LOSSES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean inside": ("mean", lambda y: y),
+    "sum inside": ("sum", lambda y: y),
+    "mean behind": ("", torch.Tensor.mean),
+    "sum behind": ("", torch.Tensor.sum),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["mean inside", "sum behind", *(pytest.param(each, marks=pytest.mark.slow) for each in list(LOSSES)[1:3])]
+)
+def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[int]) -> None:
+    """Also where a mean inside counts each of a few rows for more, and the tangents of other graphs do not."""
+    reduce, loss_of = LOSSES[name]
+    few = variance_of(Broken(reduce), loss_of)
+    assert cut == [3]
+    whole = variance_of(Broken(reduce), loss_of, dynamic=False)
+    assert len(cut) == 1 and few == pytest.approx(whole, rel=0.3)
+
+
+@pytest.mark.parametrize("way", ["view", "flat"])
+def test_what_crosses_a_break_as_a_view_is_followed(way: str, cut: list[int]) -> None:
+    few, whole = (variance_of(Broken("mean", way), lambda y: y, **options) for options in ({}, {"dynamic": False}))
+    assert cut == [3] and few == pytest.approx(whole, rel=0.3)
+
+
+def test_what_eager_pytorch_computes_between_graphs_is_profiled_whole(cut: list[int]) -> None:
+    model = Broken("mean", "eager")
+    gact_fx.compile(model, inner="eager", min_elements=64)
+    for _ in range(3):
+        model(torch.randn(ROWS, LENGTH, WIDTH)).backward()
+    assert not cut and gact_fx.inspect(model).ratio > 2
+
+
+def test_gradients_between_graphs_are_no_gradients_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+    learn = Session.learn
+
+    def noted(self: Session, recordings: Any, variance: float | None = None, squared_norm: float | None = None) -> None:
+        assert squared_norm is not None
+        found.append(squared_norm)
+        learn(self, recordings, variance, squared_norm)
+
+    monkeypatch.setattr(Session, "learn", noted)
+    model = Broken("sum")
+    variance_of(model, lambda y: y)
+    assert found == [pytest.approx(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))]
+
+
+def test_what_waits_to_be_profiled_holds_neither_the_batch_nor_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = FewRowsStep.end_backward
+
+    def noted(self: FewRowsStep, graph: Any, results: Any) -> None:
+        # Autograd's nodes hold what they save.
+        assert not self._made and not self._results
+        keep(self, graph, results)
+
+    monkeypatch.setattr(FewRowsStep, "end_backward", noted)
+    model, x = Broken("mean"), torch.randn(1024, LENGTH, WIDTH)
+    gact_fx.compile(model, inner="eager", min_elements=64)
+    before = held_bytes()
+    loss = model(x)
+    batch = weakref.ref(x)
+    del x
+    loss.backward()
+    model.zero_grad()
+    del loss
+    assert held_bytes() - before < -0.5 * 1024 * LENGTH * WIDTH * 4 and batch() is None
+    assert gact_fx.inspect(model).plan is not None
+
+
+def test_forward_passes_without_backward_give_way(cut: list[int]) -> None:
+    model = Broken("mean")
+    gact_fx.compile(model, inner="eager", min_elements=64)
+    model(torch.randn(ROWS, LENGTH, WIDTH))
+    for _ in range(2):
+        model(torch.randn(ROWS, LENGTH, WIDTH)).backward()
+    assert gact_fx.inspect(model).plan is not None and cut == [3]
+
+
+def test_two_runs_in_one_step_are_profiled_whole(cut: list[int]) -> None:
+    model, exact = Broken("mean"), Broken("mean")
+    gact_fx.compile(model, inner="eager", min_elements=64, budget_bits=8)
+    for _ in range(3):
+        first, second = torch.randn(2, ROWS, LENGTH, WIDTH)
+        for each in (model, exact):
+            each.zero_grad()
+            (each(first) + each(second)).backward()
+        assert relative_error(gradients(model), gradients(exact)) < 0.1
+    assert not cut and gact_fx.inspect(model).ratio > 2
