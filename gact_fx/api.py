@@ -119,7 +119,7 @@ def compile_by(
     target, ranks = Target(model, session), Ranks(session, modules_of(model))
     recorder = None
     if samples is not None and session.lifecycle.state is State.PROFILING:
-        recorder = Recorder(lambda steps, gradients: None, copies=lambda: ranks.is_sharded)
+        recorder = Recorder(lambda steps, gradients: True, copies=lambda: ranks.is_sharded)
     run_states(session, target.compile, ranks, recorder)
     target.install()
     if session.lifecycle.state is State.PLANNED:

@@ -64,30 +64,36 @@ class RowSymbol:
     """The symbol that stands for the rows of a batch, and how many of these the traced batch has.
 
     ``nodes`` are the inputs of a graph; the rows are what most of the tensors among them have as their first size.
-    There is no symbol (`is_known` False) where no tensor has one there.
+    There is no symbol (`is_known` False) where no tensor has one there. Behind a graph break, tensors of as many
+    ``rows`` may each have a symbol of their own, and all of these count; ``values`` are the real inputs.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        values = [node.meta.get("val") for node in nodes]
-        firsts: list[Any] = [x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim()]
-        symbols = Counter(s.node.expr for s in firsts if isinstance(s, torch.SymInt) and s.node.expr.is_symbol)
-        self._symbol = max(symbols, key=lambda symbol: symbols[symbol], default=None)
+    def __init__(self, nodes: Sequence[fx.Node], values: Sequence[Any] = (), rows: int | None = None) -> None:
+        fakes = [node.meta.get("val") for node in nodes]
+        firsts: list[Any] = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else None for x in fakes]
+        symbols = [s.node.expr if isinstance(s, torch.SymInt) and s.node.expr.is_symbol else None for s in firsts]
+        if rows is None:
+            counts = Counter(symbol for symbol in symbols if symbol is not None)
+            self._symbols = set(sorted(counts, key=lambda symbol: -counts[symbol])[:1])
+        else:
+            pairs = zip(symbols, values, strict=True)
+            self._symbols = {symbol for symbol, x in pairs if symbol is not None and x.shape[0] == rows}
 
     @property
     def is_known(self) -> bool:
         """Whether there is such a symbol."""
-        return self._symbol is not None
+        return bool(self._symbols)
 
     def is_in(self, value: object) -> bool:
         """Whether a fake tensor's sizes, or a size, depend on the rows."""
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        return any(self._symbol in s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt))
+        return any(self._symbols & s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt))
 
     def rows(self, fakes: Sequence[Any], values: Sequence[Any]) -> int | None:
         """How many rows the real ``values`` have, of which ``fakes`` were traced; None where nothing says it."""
         for fake, value in zip(fakes, values, strict=True):
             first: Any = fake.shape[0] if isinstance(fake, torch.Tensor) and fake.dim() else 0
-            if isinstance(first, torch.SymInt) and first.node.expr == self._symbol:
+            if isinstance(first, torch.SymInt) and first.node.expr in self._symbols:
                 return int(value.shape[0])
         return None
 
@@ -116,17 +122,12 @@ class RowSymbol:
                 found = apart.clone().movedim(0, dimension).flatten(dimension, dimension + 1)
         return found
 
-    def spread(self, fake: Any, value: torch.Tensor, rows: int, chosen: range) -> torch.Tensor:
-        """What has ``value`` in its ``chosen`` rows, and zeros in the others of its ``rows``."""
-        if not self.is_in(fake):
-            return value
-        for dimension, size in enumerate(fake.shape):
-            if self.is_in(size):
-                few = value.unflatten(dimension, (len(chosen), -1)).movedim(dimension, 0)
-                every = few.new_zeros(rows, *few.shape[1:])
-                every[chosen.start : chosen.stop : chosen.step] = few
-                value = every.movedim(0, dimension).flatten(dimension, dimension + 1)
-        return value
+    def is_apart_in(self, fake: torch.Tensor) -> bool:
+        """Whether the rows are a dimension of their own of ``fake``: flattened ones may be in any order."""
+        symbolic: list[Any] = [s for s in fake.shape if isinstance(s, torch.SymInt)]
+        sizes = [s.node.expr for s in symbolic]
+        depend = [size for size in sizes if self._symbols & size.free_symbols]
+        return len(depend) == 1 and depend[0] in self._symbols
 
     def repeat(self, fake: Any, value: Any, rows: int) -> Any:
         """What ``value``, which has ``rows``, is where each of these is there twice."""

@@ -6,6 +6,7 @@ some blocks of elements, which stand for all.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch.nn import functional as F
@@ -29,8 +30,9 @@ class CellRanges:
     """Ranges of a tensor's cells and the weights of its elements: of all, or of those that a mask does not stop."""
 
     def __init__(self, flat: torch.Tensor, stopped: torch.Tensor | None = None) -> None:
-        # By piece, the blocks in it that stand for all.
+        # By piece, the blocks in it that stand for all, and how many there are in the pieces before.
         self._sampled = _sampled(len(flat), flat.device)
+        self._starts = list(accumulate(map(len, self._sampled), initial=0))
         last, true = flat[-1].float(), torch.ones((), dtype=torch.bool, device=flat.device)
         lows, highs, passes, values, outside = [], [], [], [], []
         for first in range(0, len(flat), PIECE):
@@ -62,8 +64,9 @@ class CellRanges:
         """Add those of the piece that begins with element ``first``; what is stopped must have none."""
         cells = _padded(squares, torch.zeros((), device=squares.device)).view(-1, _CELL)
         self._weights[first // _CELL :][: len(cells)] += cells.sum(1)
-        before, (inside, *_) = sum(map(len, self._sampled[: first // PIECE])), self._sampled[first // PIECE :]
-        self._block_weights[before : before + len(inside)] += cells.view(-1, _BLOCK)[inside]
+        piece = first // PIECE
+        inside, start = self._sampled[piece], self._starts[piece]
+        self._block_weights[start : start + len(inside)] += cells.view(-1, _BLOCK)[inside]
 
     @property
     def is_unknown(self) -> bool:

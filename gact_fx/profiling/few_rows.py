@@ -7,7 +7,7 @@ the other, unless rows depend on each other.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from gact_fx.breaks.eager_vjp import EagerVJP
-from gact_fx.breaks.vjp_of_rows import Rows
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.compilers import interpret_graph
 from gact_fx.graphs.edit import copy_module, is_float_tensor
@@ -51,8 +49,8 @@ class FewRows:
 
     A row saves ``row_nbytes``, uncompressed. ``inputs`` are forward's, ``tangents`` backward's by name,
     ``squared_norm`` that of the whole batch's gradient; the last two are there once `keep_tangents` and `keep_results`
-    were called. ``sums_rows``: tangents that have rows say something. ``links``: by input, the tangent that its
-    gradient is of an earlier graph of the step, or what eager PyTorch made the input by.
+    were called. ``sums_rows``: tangents that have rows say something. ``links``: by input, the tangent of an
+    earlier graph of the step that its gradient is.
     """
 
     pair: GraphPair
@@ -62,7 +60,7 @@ class FewRows:
     chosen: range
     row_nbytes: float
     inputs: Sequence[Any]
-    links: dict[int, Place | EagerVJP] = field(default_factory=dict)
+    links: Mapping[int, Place] = field(default_factory=dict)
     tangents: dict[str, Any] = field(default_factory=dict)
     squared_norm: float = 0.0
     sums_rows: bool = False
@@ -76,16 +74,14 @@ class FewRows:
         The rows are those that are chosen of an earlier graph of the step, ``like``, if there is one.
         """
         nodes = pair.forward.graph.find_nodes(op="placeholder")
-        varying = [node for node in nodes if node.name not in pair.static_inputs]
-        symbol = RowSymbol(varying)
+        pairs = zip(nodes, inputs, strict=True)
+        varying, values = zip(*((n, x) for n, x in pairs if n.name not in pair.static_inputs), strict=True)
+        symbol = RowSymbol(varying, values, None if like is None else like.rows)
         fakes = [node.meta.get("val") for node in nodes]
         is_apart = not any(has_collectives(module.graph) for module in (pair.forward, pair.backward))
         rows = symbol.rows(fakes, inputs) if symbol.is_known and is_apart else None
-        if rows is None or (like is not None and rows % like.rows):
+        if rows is None or (like is not None and rows != like.rows):
             return None
-        if like is not None:
-            # Several elements may be one row, flattened.
-            rows = like.rows
         nbytes = sum(tensor.nbytes for tensor in analysis.saved if tensor.owner == "nobody")
         least = max(FEWEST, math.ceil(rows * ENOUGH_NBYTES / max(nbytes, 1)))
         # Statistics of a batch norm may want more.
@@ -116,9 +112,9 @@ class FewRows:
         """Where the graphs run."""
         return frozenset(x.device.type for x in self.inputs if isinstance(x, torch.Tensor))
 
-    def rows_of(self, placeholder: fx.Node) -> Rows:
-        """The chosen rows of what ``placeholder`` of forward or backward stands for."""
-        return Rows(self.symbol, placeholder.meta.get("val"), self.rows, self.chosen)
+    def has_rows_apart(self, placeholder: fx.Node) -> bool:
+        """Whether what ``placeholder`` of forward or backward stands for has the rows as a dimension of its own."""
+        return self.symbol.is_apart_in(placeholder.meta["val"])
 
     def keep_tangents(self, arguments: Sequence[Any]) -> None:
         """Of the ``arguments`` of the whole batch's backward pass."""
@@ -175,10 +171,13 @@ class FewRows:
         del outputs
         arguments = [given[node.name] for node in self.pair.backward.graph.find_nodes(op="placeholder")]
         leaves: dict[int, int] = {}
+        flows: dict[int, Place] = {}
         for output, position in pair.gradients_of_inputs().items():
-            if position not in self.links:
+            if position in self.links:
+                flows[output] = self.links[position]
+            else:
                 leaves[output] = numbers.setdefault(id(self.inputs[position]), len(numbers))
-        return Step(pair, self.analysis, arguments, leaves=leaves, outputs=[]), loss
+        return Step(pair, self.analysis, arguments, flows, leaves=leaves, outputs=[]), loss
 
     def _pair_of_few(self) -> GraphPair:
         """The same graphs, with backward's sizes as they are for the few rows."""

@@ -1,7 +1,7 @@
 """The graphs of a training step, each with the same few rows of the batch, and how gradients flow from one to another.
 
 Graphs behind a break read what those before it have computed. Which one did, autograd's nodes say while forward runs.
-Eager PyTorch between two graphs ran on the whole batch: its gradients are taken with zeros in all other rows.
+What eager PyTorch computes between graphs is not followed: such a step is recorded whole (`Tape`).
 """
 
 import logging
@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.graph import Node
 
-from gact_fx.breaks.eager_vjp import EagerVJP, End, Entry, follow
-from gact_fx.breaks.vjp_of_rows import Rows, VJPOfRows
 from gact_fx.errors import first_line
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.passes.graph_analysis import GraphAnalysis
@@ -26,8 +26,6 @@ log = logging.getLogger("gact_fx")
 PART_NBYTES = 2**22
 # By how many times the squared norms of the gradients of parts may differ: means over more or fewer labels count alike.
 ALIKE = 4.0
-# A graph's number in the step, and the position of one of its results.
-Result = tuple[int, int]
 
 
 class FewRowsStep:
@@ -35,11 +33,9 @@ class FewRowsStep:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, FewRows] = {}
-        # Of every graph, the activations among its inputs, by position.
-        self._sources: list[dict[int, Result | EagerVJP]] = []
-        # What the last graph gave, until autograd's nodes of that are known; and where gradients enter all graphs.
-        self._results: list[Any] = []
-        self._made: dict[Entry, Result] = {}
+        # What the last graph gave, until autograd's node of that is known. Nodes hold what they save, and die with it.
+        self._results: tuple[int, list[Any]] = 0, []
+        self._made: WeakKeyDictionary[Node, dict[int, Place]] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -53,37 +49,45 @@ class FewRowsStep:
         Raises:
             ValueError: sizes depend on the rows in another way than as multiples.
         """
-        sources = {position: self._source(x) for position, x in enumerate(inputs) if self._graphs and _has_history(x)}
-        known = {position: source for position, source in sources.items() if source is not None}
-        few = FewRows.of(pair, analysis, inputs, next(iter(self._graphs.values()), None))
-        if few is None or len(known) < len(sources):
+        first = next(iter(self._graphs.values()), None)
+        few = FewRows.of(pair, analysis, inputs, first)
+        if few is None:
             return False
-        self._graphs[graph] = few
-        self._sources.append(known)
+        links: dict[int, Place] = {}
+        for position, node in enumerate(pair.forward.graph.find_nodes(op="placeholder")):
+            x = inputs[position]
+            if first is not None and _has_history(x):
+                place = self._made.get(x.grad_fn, {}).get(x.output_nr)
+                if place is None or not (few.has_rows_apart(node) and self._has_rows_apart(place)):
+                    log.info("a graph reads the result of %s, and is not measured on a few rows", x.grad_fn.name())
+                    return False
+                links[position] = place
+        self._graphs[graph] = replace(few, links=links)
         return True
 
-    def _source(self, x: torch.Tensor) -> Result | EagerVJP | None:
-        assert x.grad_fn is not None
-        return self._made.get((x.grad_fn, x.output_nr)) or follow(x, self._made)
+    def _has_rows_apart(self, place: Place) -> bool:
+        few = list(self._graphs.values())[place[0]]
+        tangents = few.pair.backward.graph.find_nodes(op="placeholder")
+        return any(few.has_rows_apart(node) for node in tangents if node.name == place[1])
 
-    def ran(self, results: Sequence[Any]) -> None:
-        """The graph that was added last has given these."""
-        self._results = list(results)
+    def ran(self, graph: Hashable, results: Sequence[Any]) -> None:
+        """What ``graph`` has given."""
+        self._results = list(self._graphs).index(graph), list(results)
 
     def note_results(self) -> None:
-        """Autograd has nodes by now for what the graph gave."""
-        for position, x in enumerate(self._results):
+        """Autograd has nodes by now for what the last graph gave."""
+        (index, results), self._results = self._results, (0, [])
+        tangents = list(self._graphs.values())[index].pair.tangents_of_outputs() if results else {}
+        for position, tangent in tangents.items():
+            x = results[position]
             if isinstance(x, torch.Tensor) and x.grad_fn is not None:
-                self._made[x.grad_fn, x.output_nr] = len(self._graphs) - 1, position
-        self._results = []
+                self._made.setdefault(x.grad_fn, {})[x.output_nr] = index, tangent
 
     def begin_backward(self, graph: Hashable, arguments: Sequence[Any]) -> list[Any] | None:
-        """Keep tangents among the ``arguments`` of the whole batch's backward pass; forward is over.
+        """Keep tangents among the ``arguments`` of the whole batch's backward pass.
 
         Returns the inputs of the graph that no other one computed, None where no run of it waits for backward.
         """
-        # Nodes would hold what they save for as long as they are known.
-        self._link()
         few = self._graphs.get(graph)
         if few is None or few.tangents:
             return None
@@ -93,18 +97,6 @@ class FewRowsStep:
     def end_backward(self, graph: Hashable, results: Sequence[Any]) -> None:
         """What the whole batch's backward pass gave."""
         self._graphs[graph].keep_results(results)
-
-    def _link(self) -> None:
-        places: dict[Result, Place] = {}
-        for index, (few, sources) in enumerate(zip(self._graphs.values(), self._sources, strict=True)):
-            if sources:
-                links = {
-                    at: x.towards(places) if isinstance(x, EagerVJP) else places.get(x) for at, x in sources.items()
-                }
-                few.links = {at: link for at, link in links.items() if link is not None}
-            places |= {(index, at): (index, tangent) for at, tangent in few.pair.tangents_of_outputs().items()}
-        self._sources = [{} for _ in self._graphs]
-        self._made, self._results = {}, []
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -118,17 +110,25 @@ class FewRowsStep:
         batch's variance is that of its rows.
 
         Raises:
-            ValueError: that cannot be told, the rows have next to no gradient, or a graph had no backward pass.
+            ValueError: that cannot be told, or the rows have next to no gradient.
         """
-        graphs = list(self._graphs.values())
-        if not all(few.tangents for few in graphs):
-            raise ValueError("a graph of the step had no backward pass")
+        graphs = self._with_backward()
         several = _in_parts(graphs, parts)
         weights = _weights_of(several) if len(several) > 1 else []
         if not weights:
             steps = _weighed(graphs)
             return [lambda: steps]
         return [partial(_weighed, part, weights) for part in several]
+
+    def _with_backward(self) -> list[FewRows]:
+        """The graphs that ran backward, linked by their numbers among these."""
+        ran = [index for index, few in enumerate(self._graphs.values()) if few.tangents]
+        numbers = {index: number for number, index in enumerate(ran)}
+        return [
+            replace(few, links={at: (numbers[i], name) for at, (i, name) in few.links.items() if i in numbers})
+            for few in self._graphs.values()
+            if few.tangents
+        ]
 
 
 def _in_parts(graphs: Sequence[FewRows], count: int) -> list[list[FewRows]]:
@@ -174,36 +174,13 @@ def _weighed(graphs: Sequence[FewRows], weights: Sequence[float] = ()) -> list[S
         if len(found) < len(graphs):
             few.checked_norm(step)
             found.append(few.weight(loss))
-        steps.append(_linked(step, few, graphs))
+        steps.append(step)
     # The mean of a few rows counts each of them for more than the whole batch did, whose tangents other graphs have.
     most = max(found)
     return [
         replace(step, weight=most, arguments=_scaled(step, (weight / most) ** 0.5))
         for step, weight in zip(steps, found, strict=True)
     ]
-
-
-def _linked(step: Step, few: FewRows, graphs: Sequence[FewRows]) -> Step:
-    """``step`` with the places that the gradients of its inputs flow on to."""
-    flows: dict[int, Place] = {}
-    detours: dict[int, VJPOfRows] = {}
-    placeholders = few.pair.forward.graph.find_nodes(op="placeholder")
-    for output, position in few.pair.gradients_of_inputs().items():
-        link = few.links.get(position)
-        if isinstance(link, EagerVJP):
-            given = few.rows_of(placeholders[position])
-            detours[output] = VJPOfRows(link, given, [_rows_of(end, graphs) for end in link.ends])
-        elif link is not None:
-            flows[output] = link
-    return replace(step, flows=flows, detours=detours)
-
-
-def _rows_of(end: End, graphs: Sequence[FewRows]) -> Rows | None:
-    if end.is_leaf:
-        return None
-    index: int = end.of[0]
-    placeholders = graphs[index].pair.backward.graph.find_nodes(op="placeholder")
-    return graphs[index].rows_of(next(node for node in placeholders if node.name == end.of[1]))
 
 
 def _scaled(step: Step, factor: float) -> Sequence[Any]:

@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP
-from gact_fx.breaks.vjp_of_rows import VJPOfRows
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.profiling.adjoint import Adjoint, Sources
 from gact_fx.profiling.coefficient_meter import Bent
@@ -92,11 +91,7 @@ def _same_codes(steps: Sequence[Step]) -> list[dict[str, OneError]]:
 
 
 def _arriving(
-    detour: EagerVJP | VJPOfRows,
-    flowing: Mapping[Place, Waiting],
-    leaves: dict[Any, Slopes],
-    signs: Signs,
-    probes: int,
+    detour: EagerVJP, flowing: Mapping[Place, Waiting], leaves: dict[Any, Slopes], signs: Signs, probes: int
 ) -> Waiting:
     """Derivatives with respect to a gradient that goes on through eager PyTorch, to tangents and to leaves.
 

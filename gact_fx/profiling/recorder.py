@@ -23,15 +23,15 @@ log = logging.getLogger("gact_fx")
 T = TypeVar("T")
 # The sketch of what a step adds to the gradient of every leaf that its graphs read, by the leaf itself.
 LeafGradients = Mapping[torch.Tensor, torch.Tensor]
-# Each gives backward passes of a step: those of all of its graphs, or that of some rows of one.
+# Each gives the backward passes of a step's graphs, or those of some of its rows.
 Recordings = Sequence[Callable[[], list[Step]]]
 
 
 @dataclass(eq=False, repr=False)
 class Recorder:
     """Hands every ``every``-th training step to ``on_step``: the backward passes of its graphs, or of some rows after
-    others, and the gradients of its leaves. Of the steps right before it, so that there are ``consecutive``, it hands
-    over the gradients alone.
+    others, and the gradients of its leaves; what that gives says whether it went well. Of the steps right before it, so
+    that there are ``consecutive``, it hands over the gradients alone.
 
     A step begins with the first graph that runs forward after the last step, and ends when every graph that ran forward
     has run backward, or else when one of them runs forward again after a backward pass. With ``every`` 1 all steps are
@@ -41,7 +41,7 @@ class Recorder:
     ``narrow_bits``: the width of codes in a step of which a few rows are kept; its graphs run operator by operator.
     """
 
-    on_step: Callable[[Recordings, LeafGradients], None]
+    on_step: Callable[[Recordings, LeafGradients], bool]
     every: int | None = None
     consecutive: int = 1
     on_next: Callable[[bool], None] = lambda is_due: None
@@ -92,7 +92,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Record nothing any more."""
-        self._tape, self._pending, self._stopped = None, None, True
+        self._tape, self._pending, self._few_rows, self._stopped = None, None, FewRowsStep(), True
 
     def forward(
         self,
@@ -118,7 +118,7 @@ class Recorder:
                     self._narrowed[key] = narrowed(running or pair, analysis, bits)
                 outputs = (run if bits is None else self._narrowed[key][0])(arguments)
             if is_cut:
-                self._few_rows.ran(outputs[: pair.num_user_outputs])
+                self._few_rows.ran(key, outputs[: pair.num_user_outputs])
             elif self._tape is not None:
                 self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
             return outputs
@@ -264,8 +264,8 @@ class Recorder:
             # A step with infinite gradients is no sample (`Learner`), and its rows cannot be weighed.
             is_sample = are_finite(gradients.values())
             recordings = self._tried(lambda: few.recordings(parts=2)) if is_sample else [list]
-            if recordings:
-                self.on_step(recordings, gradients)
+            if recordings and not self.on_step(recordings, gradients):
+                self._is_whole = True
 
     def _steps(self) -> list[Step]:
         few, self._few_rows = self._few_rows, FewRowsStep()

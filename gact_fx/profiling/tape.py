@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from gact_fx.breaks.eager_vjp import EagerVJP, Entry, follow
-from gact_fx.breaks.vjp_of_rows import VJPOfRows
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.operators import has_collectives
 from gact_fx.graphs.tensors import Identity, identity, version
@@ -37,7 +36,7 @@ class Step:
     analysis: GraphAnalysis
     arguments: Sequence[Any]
     flows: Mapping[int, Place] = field(default_factory=dict)
-    detours: Mapping[int, EagerVJP | VJPOfRows] = field(default_factory=dict)
+    detours: Mapping[int, EagerVJP] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
     outputs: Sequence[Any] | None = None
     weight: float = 1.0

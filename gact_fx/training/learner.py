@@ -27,26 +27,32 @@ class Learner:
         self._failures = 0
         self._not_finite = 0
 
-    def learn_from(self, recordings: Recordings, gradients: LeafGradients) -> None:
-        """Profile a step of training; without ``recordings``, it ran the plan, right before a step to profile."""
+    def learn_from(self, recordings: Recordings, gradients: LeafGradients) -> bool:
+        """Profile a step of training; False where that failed.
+
+        Without ``recordings``, the step ran the plan, right before one to profile.
+        """
         last, self._last_gradients = self._last_gradients, {}
         if not are_finite(gradients.values()):
             if recordings:
                 self._report_not_finite()
-            return
+            return True
         self._not_finite = 0
         variance = self._variance(last, gradients) if recordings else None
         if not recordings or (variance is None and self._waits()):
             self._last_gradients = gradients
-            return
+            return True
+        is_done = True
         try:
             self._session.learn(recordings, variance, sum(map(squared_norm, gradients.values())))
         except BaseException as error:
+            is_done = False
             self._report_failure(error)
             if not isinstance(error, Exception):
                 raise
         # The step may have run other graphs than the one it was profiled for.
         self._session.profile_unforeseen()
+        return is_done
 
     def _variance(self, last: LeafGradients, gradients: LeafGradients) -> float | None:
         """How much the gradients of minibatches vary, by two in a row; None where these have no leaf in common."""

@@ -33,7 +33,7 @@ def record(
     function: Callable[..., torch.Tensor], *batch: torch.Tensor, inner: str = "eager", **options: Any
 ) -> list[Step]:
     """One training step of ``function``, as profiling sees it."""
-    recorder = Recorder(lambda steps, gradients: None)
+    recorder = Recorder(lambda steps, gradients: True)
     backend = Backend(Session(Config(min_elements=64, inner=inner, **options)), interpreted=True, recorder=recorder)
     compiled = torch.compile(lambda *inputs: function(*inputs), backend=backend)
     recorder.start()

@@ -28,9 +28,10 @@ class Watched:
         backend = Backend(session, interpreted=True, recorder=self.recorder)
         self.run = torch.compile(lambda x: self.model(x), backend=backend)
 
-    def take(self, recordings: Recordings, gradients: LeafGradients) -> None:
+    def take(self, recordings: Recordings, gradients: LeafGradients) -> bool:
         steps = [step for recording in recordings for step in recording()]
         self.found.append((len(steps), list(gradients.values())))
+        return True
 
     def step(self, scale: float) -> torch.Tensor:
         """A loss whose gradient is ``scale`` times that of scale 1."""

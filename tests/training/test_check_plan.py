@@ -34,7 +34,7 @@ Profiles = dict[str, GraphProfile]
 
 
 def record(model: Callable[..., torch.Tensor], *batch: Any) -> list[Step]:
-    recorder = Recorder(lambda steps, gradients: None)
+    recorder = Recorder(lambda steps, gradients: True)
     compiled = torch.compile(model, backend=Backend(Session(CONFIG), interpreted=True, recorder=recorder))
     recorder.start()
     compiled(*batch).backward()
@@ -177,7 +177,7 @@ def test_what_backward_gave_is_kept_until_somebody_writes_to_it() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return ((x @ weight).sin() @ weight).square().sum()
 
-    recorder = Recorder(lambda steps, gradients: None)
+    recorder = Recorder(lambda steps, gradients: True)
     compiled = torch.compile(model, backend=Backend(Session(CONFIG), interpreted=True, recorder=recorder))
     for is_written_to in (False, True):
         recorder.start()
