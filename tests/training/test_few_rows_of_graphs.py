@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import gradients, relative_error
+from test_few_rows import LOSSES, held_bytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,14 +44,6 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(FewRowsStep, "recordings", noted)
     return found
-
-
-def held_bytes() -> int:
-    """Of all storages that Python objects hold."""
-    gc.collect()
-    # Fake tensors have no bytes.
-    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 @torch.compiler.disable
@@ -98,15 +91,6 @@ def variance_of(model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor
     plan = gact_fx.inspect(model).plan
     assert plan is not None and plan.variance is not None
     return plan.variance
-
-
-# The loss inside of the model, or behind it.
-LOSSES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "mean inside": ("mean", lambda y: y),
-    "sum inside": ("sum", lambda y: y),
-    "mean behind": ("", torch.Tensor.mean),
-    "sum behind": ("", torch.Tensor.sum),
-}
 
 
 @pytest.mark.parametrize(
