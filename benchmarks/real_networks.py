@@ -2,9 +2,8 @@
 
 Random weights, dropout as each architecture has it. gpt2 has a vocabulary of 50257 and llama one of 32000, and both
 return their logits; gpt2-loss is gpt2 with the logits dropped inside of the model, and gpt2-breaks is gpt2 with graph
-breaks between its layers and before its loss. bert-12 and gpt2-12 have twelve
-layers. ``small=True`` gives the same architectures in a size for trials, and ``times=n`` a batch of n times as many
-rows. All but unet need transformers.
+breaks behind its layers and before its loss. bert-12 and gpt2-12 have twelve layers. ``small=True`` gives the same
+architectures in a size for trials, and ``times=n`` a batch of n times as many rows. All but unet need transformers.
 """
 
 from __future__ import annotations

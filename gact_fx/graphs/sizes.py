@@ -124,10 +124,8 @@ class RowSymbol:
 
     def is_apart_in(self, fake: torch.Tensor) -> bool:
         """Whether the rows are a dimension of their own of ``fake``: flattened ones may be in any order."""
-        symbolic: list[Any] = [s for s in fake.shape if isinstance(s, torch.SymInt)]
-        sizes = [s.node.expr for s in symbolic]
-        depend = [size for size in sizes if self._symbols & size.free_symbols]
-        return len(depend) == 1 and depend[0] in self._symbols
+        sizes: list[Any] = [size for size in fake.shape if self.is_in(size)]
+        return len(sizes) == 1 and sizes[0].node.expr in self._symbols
 
     def repeat(self, fake: Any, value: Any, rows: int) -> Any:
         """What ``value``, which has ``rows``, is where each of these is there twice."""

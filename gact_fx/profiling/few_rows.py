@@ -49,8 +49,8 @@ class FewRows:
 
     A row saves ``row_nbytes``, uncompressed. ``inputs`` are forward's, ``tangents`` backward's by name,
     ``squared_norm`` that of the whole batch's gradient; the last two are there once `keep_tangents` and `keep_results`
-    were called. ``sums_rows``: tangents that have rows say something. ``links``: by input, the tangent of an
-    earlier graph of the step that its gradient is.
+    were called. ``sums_rows``: tangents that have rows say something. ``links``: by input, the tangent of an earlier
+    graph of the step that its gradient is.
     """
 
     pair: GraphPair
@@ -74,9 +74,8 @@ class FewRows:
         The rows are those that are chosen of an earlier graph of the step, ``like``, if there is one.
         """
         nodes = pair.forward.graph.find_nodes(op="placeholder")
-        pairs = zip(nodes, inputs, strict=True)
-        varying, values = zip(*((n, x) for n, x in pairs if n.name not in pair.static_inputs), strict=True)
-        symbol = RowSymbol(varying, values, None if like is None else like.rows)
+        varying = [(n, x) for n, x in zip(nodes, inputs, strict=True) if n.name not in pair.static_inputs]
+        symbol = RowSymbol([n for n, _ in varying], [x for _, x in varying], None if like is None else like.rows)
         fakes = [node.meta.get("val") for node in nodes]
         is_apart = not any(has_collectives(module.graph) for module in (pair.forward, pair.backward))
         rows = symbol.rows(fakes, inputs) if symbol.is_known and is_apart else None

@@ -12,13 +12,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.function import BackwardCFunction
 
 from gact_fx.errors import first_line
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.profiling.few_rows import FewRows
-from gact_fx.profiling.tape import Place, Step
+from gact_fx.profiling.tape import Place, Step, has_history
 
 log = logging.getLogger("gact_fx")
 # What the rows of a part save, uncompressed, at the least: fewer take little memory anyway, and whether biases of rows
@@ -35,7 +35,7 @@ class FewRowsStep:
         self._graphs: dict[Hashable, FewRows] = {}
         # What the last graph gave, until autograd's node of that is known. Nodes hold what they save, and die with it.
         self._results: tuple[int, list[Any]] = 0, []
-        self._made: WeakKeyDictionary[Node, dict[int, Place]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[BackwardCFunction, dict[int, Place]] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -44,7 +44,7 @@ class FewRowsStep:
         return graph in self._graphs
 
     def add(self, graph: Hashable, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> bool:
-        """Keep a few rows of what ``graph`` reads; False where that is no way, or nobody knows what computed it.
+        """Keep a few rows of what ``graph`` reads; False where that cannot be done, or nobody knows what computed it.
 
         Raises:
             ValueError: sizes depend on the rows in another way than as multiples.
@@ -56,8 +56,10 @@ class FewRowsStep:
         links: dict[int, Place] = {}
         for position, node in enumerate(pair.forward.graph.find_nodes(op="placeholder")):
             x = inputs[position]
-            if first is not None and _has_history(x):
-                place = self._made.get(x.grad_fn, {}).get(x.output_nr)
+            if first is not None and has_history(x):
+                # Other nodes are of what eager PyTorch ran, or of views.
+                is_of_graph = isinstance(x.grad_fn, BackwardCFunction)
+                place = self._made.get(x.grad_fn, {}).get(x.output_nr) if is_of_graph else None
                 if place is None or not (few.has_rows_apart(node) and self._has_rows_apart(place)):
                     log.info("a graph reads the result of %s, and is not measured on a few rows", x.grad_fn.name())
                     return False
@@ -80,7 +82,7 @@ class FewRowsStep:
         tangents = list(self._graphs.values())[index].pair.tangents_of_outputs() if results else {}
         for position, tangent in tangents.items():
             x = results[position]
-            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            if isinstance(x, torch.Tensor) and isinstance(x.grad_fn, BackwardCFunction):
                 self._made.setdefault(x.grad_fn, {})[x.output_nr] = index, tangent
 
     def begin_backward(self, graph: Hashable, arguments: Sequence[Any]) -> list[Any] | None:
@@ -190,8 +192,3 @@ def _scaled(step: Step, factor: float) -> Sequence[Any]:
     names, placeholders = step.pair.tangents(), step.backward.graph.find_nodes(op="placeholder")
     pairs = zip(placeholders, step.arguments, strict=True)
     return [factor * x if node.name in names and isinstance(x, torch.Tensor) else x for node, x in pairs]
-
-
-def _has_history(x: Any) -> bool:
-    """Whether a gradient goes on from ``x``."""
-    return isinstance(x, torch.Tensor) and x.numel() > 0 and x.requires_grad and not x.is_leaf

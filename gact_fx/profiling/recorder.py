@@ -126,7 +126,7 @@ class Recorder:
         return boxed(call)
 
     def noting_results(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, a compiled graph as the model calls it, with a look at the results when autograd knows them."""
+        """``run``, a compiled graph as the model calls it, noting the nodes that autograd has given its results."""
 
         def call(*arguments: Any) -> Any:
             results = run(*arguments)
@@ -169,8 +169,8 @@ class Recorder:
     def _cut(self, key: Hashable, pair: GraphPair, analysis: GraphAnalysis, inputs: Sequence[Any]) -> bool:
         """Keep a few rows of what a graph reads instead of all that it saves; whether that was done.
 
-        Where that is no way for a graph of the step, the next step is recorded whole. Graphs that have had no backward
-        pass yet may never have one, and give way when one of them runs again.
+        Where that cannot be done for a graph of the step, the next step is recorded whole. Graphs that have had no
+        backward pass yet may never have one, and give way when one of them runs again.
         """
         if self._is_whole:
             return False

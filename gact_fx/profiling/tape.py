@@ -157,7 +157,7 @@ class Tape:
         if len(waiting) >= MAX_WAITING:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
             self._calls.remove(waiting[0])
-        activations = {i: x for i, x in enumerate(inputs) if _is_tensor(x) and x.requires_grad and not x.is_leaf}
+        activations = {i: x for i, x in enumerate(inputs) if has_history(x)}
         sources = self._sources(activations)
         made = {i: identity(x) for i, x in enumerate(outputs) if _is_tensor(x)}
         self._calls.append(_Call(graph, list(inputs), list(outputs), made, sources))
@@ -237,6 +237,11 @@ class Tape:
             for position, tangent in pair.tangents_of_outputs().items():
                 places[call, position] = index, tangent
         return steps
+
+
+def has_history(value: Any) -> bool:
+    """Whether a gradient goes on from ``value`` to what computed it."""
+    return _is_tensor(value) and value.requires_grad and not value.is_leaf
 
 
 def _is_tensor(value: Any) -> bool:
