@@ -89,7 +89,7 @@ class Config:
             bits, ``"rotated"``, with a fifth (1 bit) to four fifths (4 bits) of dither's variance, which takes longer.
             With ``adaptive=False``, ``"auto"`` is stochastic. ``"nearest"`` is biased and serves debugging.
         swap: keep codes, masks and packed integers in pinned host memory between forward and backward. Backward fetches
-            them ahead of their use. For CUDA devices, where swapping has not run yet; on the CPU it does nothing, and a
+            them ahead of their use. For CUDA devices, tried on small networks; on the CPU it does nothing, and a
             warning says so. Exact tensors, tensors that eager PyTorch saves between graphs, and all tensors of steps
             that are profiled stay on the device.
         unknown_operators: how to store tensors that backward passes to operators other than PyTorch's own

