@@ -5,7 +5,7 @@ What ``fetch`` returns may be read once ``arrive`` had the present stream wait f
 streams, ``arrive`` writes it: an output that shares memory with an input would not be functional, and a copy would cost
 time. On other devices all copies are done at once.
 
-On a GPU small networks have trained with these operators (`tests/test_cuda_training.py`).
+On a GPU small networks have trained with these operators (`tests/passes/test_swap_codes.py`).
 """
 
 import functools
