@@ -106,7 +106,7 @@ def network(name: str, steps: int) -> Network:
     model = speakers.build()
     data = speakers.filled(some, 64) if name == "minilm-filled" else speakers.tokenize(some[:: len(some) // 1000])
     order = torch.randperm(len(data["labels"]), generator=torch.Generator().manual_seed(0)).split(speakers.ROWS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=speakers.RATE / 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
     for at in range(steps):
         optimizer.zero_grad()
         speakers.loss_fn(model, speakers.rows_of(data, order[at % (len(order) - 2)])).backward()
