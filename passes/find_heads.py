@@ -1,4 +1,4 @@
-"""Find where a cross-entropy reads a linear layer by nothing but casts, views and slices of rows.
+"""Find where a cross-entropy reads a linear layer by nothing but casts, views, slices of rows, and scaled or capped.
 
 The graph is one of the model's own calls, as Dynamo traces them, with a fake value of each in
 ``meta["example_value"]``. What may not be computed some classes at a time, or not with the same gradient, is no head.
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import is_subclass, storage_key
+from gact_fx.passes.scaled_logits import Scaling, is_scaling, source_of
 
 # Logits of fewer elements are as soon stored.
 MIN_NUMEL = 2**22
@@ -38,9 +39,11 @@ class View:
 
 @dataclass(frozen=True)
 class Head:
-    """A ``linear`` layer, and the ``views`` by which its logits become rows (N, V) that a loss reads."""
+    """A ``linear`` layer, what makes ``logits`` of its result, and the ``views`` that make rows (N, V) of these."""
 
     linear: fx.Node
+    scaling: Scaling
+    logits: fx.Node
     views: tuple[View, ...]
 
 
@@ -86,23 +89,32 @@ def find_logsumexps(graph: fx.Graph, head: Head, after: fx.Node) -> list[fx.Node
 
 
 def follow_back(rows: Any) -> Head | None:
-    """The linear layer that ``rows`` are views and casts of, with a gradient all the way."""
+    """The linear layer that ``rows`` are views, casts and scalings of, with a gradient all the way."""
     views: list[View] = []
+    scaling: Scaling | None = Scaling()
+    logits: fx.Node | None = None
     fixed = _without_gradient(rows.graph) if isinstance(rows, fx.Node) else set()
-    while isinstance(rows, fx.Node) and rows.target is not F.linear:
-        if not _keeps_rows(rows) or rows in fixed:
+    while isinstance(rows, fx.Node) and rows.target is not F.linear and scaling is not None:
+        if not keeps_rows(rows) or rows in fixed:
             return None
-        if not _is_cast(rows):
+        if is_scaling(rows):
+            logits, scaling = logits or rows, scaling.behind(rows)
+        elif not _is_cast(rows):
             views.insert(0, View(rows.target, rows.args[1:]))
-        rows = rows.args[0]
-    if not isinstance(rows, fx.Node) or rows.kwargs or not _is_plain_linear(rows):
+            if logits is not None:
+                # What others read would have another shape than the layer's result.
+                return None
+        rows = source_of(rows)
+    if not isinstance(rows, fx.Node) or rows.kwargs or not _is_plain_linear(rows) or scaling is None:
         return None
-    return Head(rows, tuple(views))
+    if scaling.bias is not None and len(rows.args) > 2 and rows.args[2] is not None:
+        return None
+    return Head(rows, scaling, logits or rows, tuple(views))
 
 
 def keeps_rows(node: fx.Node) -> bool:
-    """Whether ``node`` is a linear layer, or a cast or view of which the rows are rows of what it reads, whole."""
-    return node.target is F.linear or _keeps_rows(node)
+    """Whether ``node`` is a linear layer, or gives rows of what it reads, whole: as they are, cast or scaled."""
+    return node.target is F.linear or _keeps_rows(node) or is_scaling(node)
 
 
 def _is_plain_linear(linear: fx.Node) -> bool:
@@ -164,14 +176,17 @@ def _is_written(head: Head, rows: fx.Node) -> bool:
     """
     nodes = [rows]
     while nodes[-1] is not head.linear:
-        nodes.append(nodes[-1].args[0])  # type: ignore[arg-type]
-    shared = {storage_key(value(node)) for node in (*nodes, *head.linear.all_input_nodes)}
+        nodes.append(source_of(nodes[-1]))  # type: ignore[arg-type]
+    given = [*head.linear.all_input_nodes, *([] if head.scaling.bias is None else [head.scaling.bias])]
+    shared = {storage_key(value(node)) for node in (*nodes, *given)}
 
     def is_shared(node: fx.Node) -> bool:
         x = value(node)
         return isinstance(x, torch.Tensor) and not is_subclass(x) and storage_key(x) in shared
 
-    readers = (n for n in head.linear.graph.nodes if n > head.linear and n.op not in ("placeholder", "output"))
+    behind = (n for n in head.linear.graph.nodes if n > head.linear and n.op not in ("placeholder", "output"))
+    # What scales logits makes new memory.
+    readers = (node for node in behind if node not in nodes or not is_scaling(node))
     return any(any(map(is_shared, node.all_input_nodes)) and _may_write(node, is_shared(node)) for node in readers)
 
 

@@ -2,7 +2,8 @@
 
 Before AOTAutograd differentiates a graph, the calls in it are those of the model's code. Where a cross-entropy reads a
 linear layer by nothing but casts, views and slices of rows, as the heads of language models do, it becomes
-`gact_fx.graphs.linear_cross_entropy` of the rows that the layer reads. So does ``logsumexp`` of the same logits, which
+`gact_fx.graphs.linear_cross_entropy` of the rows that the layer reads. Logits may be scaled or capped before
+(`scaled_logits`). So does ``logsumexp`` of the same logits, which
 a z-loss squares.
 
 Logits that the model returns beside its loss are computed, once, and returned as they are: without a gradient, since
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from gact_fx.graphs import linear_cross_entropy  # noqa: F401  (registers its operators)
 from gact_fx.graphs.late_product import LateProduct
 from gact_fx.passes.find_heads import Head, arguments_of, find_head, find_logsumexps, keeps_rows, value
+from gact_fx.passes.scaled_logits import source_of
 
 _OPERATOR = torch.ops.gact_fx.linear_cross_entropy.default
 
@@ -34,13 +36,13 @@ def split_cross_entropy(module: fx.GraphModule, *, loss_only: bool = False) -> l
             split.append((head, _split(graph, loss, head)))
     late: list[LateProduct] = []
     # What nobody else reads is gone by now.
-    for linear in dict.fromkeys(head.linear for head, _ in split if head.linear.users):
+    for head in {head.logits: head for head, _ in split if head.logits.users}.values():
         if loss_only:
-            _return_nothing(graph, linear)
-        elif all(user.op == "output" for user in linear.users):
-            late += _return_late(graph, linear)
+            _return_nothing(graph, head)
+        elif all(user.op == "output" for user in head.logits.users):
+            late += _return_late(graph, head)
     for head, call in split:
-        if head.linear.users:
+        if head.logits.users:
             _share(graph, head, call)
     if split:
         graph.lint()
@@ -59,7 +61,9 @@ def _split(graph: fx.Graph, loss: fx.Node, head: Head) -> fx.Node:
     with graph.inserting_before(loss):
         hidden = _cast(graph, hidden, value(head.linear).dtype)
         rows = _viewed(graph, hidden, head, value(head.linear.args[0]).shape[-1])
-        options = (arguments["ignore_index"], arguments["label_smoothing"])
+        if head.scaling.bias is not None:
+            bias = graph.call_method("reshape", (head.scaling.bias, (-1,)))
+        options = (arguments["ignore_index"], arguments["label_smoothing"], head.scaling.scale, head.scaling.cap)
         both = graph.call_function(_OPERATOR, (rows, weight, bias, target, weights, None, *options))
         of_rows, lse = (graph.call_function(operator.getitem, (both, index)) for index in range(2))
         _replace(graph, loss, _reduced(graph, of_rows, arguments, value(loss).dtype))
@@ -92,8 +96,8 @@ def _reduced(graph: fx.Graph, of_rows: fx.Node, arguments: dict[str, Any], dtype
 def _share(graph: fx.Graph, head: Head, call: fx.Node) -> None:
     """Have the loss read logits that are computed anyway, without a gradient."""
     with graph.inserting_before(call):
-        found = graph.call_method("detach", (head.linear,))
-        call.update_arg(5, _viewed(graph, found, head, value(head.linear).shape[-1]))
+        found = graph.call_method("detach", (head.logits,))
+        call.update_arg(5, _viewed(graph, found, head, value(head.logits).shape[-1]))
 
 
 def _cast(graph: fx.Graph, node: Any, dtype: torch.dtype) -> Any:
@@ -125,7 +129,7 @@ def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> None:
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
     """Erase ``node`` and what it is a view of, as long as nobody reads it."""
     while not node.users and keeps_rows(node):
-        source = node.args[0]
+        source = source_of(node)
         graph.erase_node(node)
         assert isinstance(source, fx.Node)
         node = source
@@ -134,38 +138,42 @@ def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
 # ---- Logits that somebody else reads -----------------------------------------------------------------------------
 
 
-def _return_nothing(graph: fx.Graph, linear: fx.Node) -> None:
+def _return_nothing(graph: fx.Graph, head: Head) -> None:
     """Return NaN for logits that the caller is not going to read."""
-    output = graph.output_node()
-    if output not in linear.users:
+    output, logits = graph.output_node(), head.logits
+    if output not in logits.users:
         return
-    dim = value(linear).dim()
-    with graph.inserting_after(linear):
-        column = graph.call_method("narrow", (linear.args[0], -1, 0, 1))
+    dim = value(logits).dim()
+    with graph.inserting_after(logits):
+        column = graph.call_method("narrow", (head.linear.args[0], -1, 0, 1))
     with graph.inserting_after(column):
-        options = {"dtype": value(linear).dtype, "requires_grad": False}
+        options = {"dtype": value(logits).dtype, "requires_grad": False}
         nothing = graph.call_function(torch.full_like, (column, float("nan")), options)
     with graph.inserting_after(nothing):
-        expanded = graph.call_method("expand", (nothing, *(-1,) * (dim - 1), value(linear).shape[-1]))
-    output.replace_input_with(linear, expanded)
-    _erase_unused(graph, linear)
+        expanded = graph.call_method("expand", (nothing, *(-1,) * (dim - 1), value(logits).shape[-1]))
+    output.replace_input_with(logits, expanded)
+    _erase_unused(graph, logits)
 
 
-def _return_late(graph: fx.Graph, linear: fx.Node) -> list[LateProduct]:
+def _return_late(graph: fx.Graph, head: Head) -> list[LateProduct]:
     """Return the logits without a gradient, and what it takes to give them one; [] where that is not at hand."""
     output = graph.output_node()
     inputs = graph.find_nodes(op="placeholder")
-    hidden, weight, bias = (*linear.args, None)[:3]
+    hidden, weight, bias = (*head.linear.args, None)[:3]
     (results,) = output.args
     if weight not in inputs or (bias is not None and bias not in inputs) or not isinstance(results, tuple | list):
         return []
-    positions = [position for position, result in enumerate(results) if result is linear]
+    added, logits = head.scaling.bias, head.logits
+    if added is not None and (head.scaling.cap or value(added).requires_grad):
+        return []
+    positions = [position for position, result in enumerate(results) if result is logits]
     if len(positions) != 1 or not isinstance(hidden, fx.Node):
         return []
-    with graph.inserting_after(linear):
-        detached = graph.call_method("detach", (linear,))
-    detached.meta["example_value"] = value(linear).detach()
-    found = [detached if result is linear else result for result in results]
+    with graph.inserting_after(logits):
+        detached = graph.call_method("detach", (logits,))
+    detached.meta["example_value"] = value(logits).detach()
+    found = [detached if result is logits else result for result in results]
     output.args = (type(results)([*found, hidden]),)
     place = None if bias is None else inputs.index(bias)
-    return [LateProduct(positions[0], len(results), inputs.index(weight), place)]
+    sizes = head.scaling.scale, head.scaling.cap
+    return [LateProduct(positions[0], len(results), inputs.index(weight), place, *sizes)]

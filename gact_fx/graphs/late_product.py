@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class LateProduct:
     """Result ``output`` of a graph is ``linear(hidden, weight, bias)``, and has no gradient.
 
     All are positions: ``hidden`` among the results, of which it is one too many, ``weight`` and ``bias`` among inputs.
+    The result may be ``scale`` times as much, and capped, as in `gact_fx.graphs.linear_cross_entropy`.
     """
 
     output: int
     hidden: int
     weight: int
     bias: int | None
+    scale: float = 1.0
+    cap: float = 0.0
 
 
 def with_late_products(run: Callable[..., Any], late: Sequence[LateProduct]) -> Callable[..., Any]:
@@ -36,7 +40,7 @@ def with_late_products(run: Callable[..., Any], late: Sequence[LateProduct]) -> 
         results = list(run(*args))
         for each in late:
             bias = None if each.bias is None else args[each.bias]
-            of = results[each.hidden], args[each.weight], bias
+            of = results[each.hidden], args[each.weight], bias, each.scale, each.cap
             results[each.output] = _Late.apply(results[each.output], *of)  # type: ignore[no-untyped-call]
         return tuple(results[:count])
 
@@ -46,17 +50,29 @@ def with_late_products(run: Callable[..., Any], late: Sequence[LateProduct]) -> 
 class _Late(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, found: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        found: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+        cap: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.scale, ctx.cap = scale, cap
         # Not a view, which nobody could write to.
         return found.data
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
+        if ctx.cap:
+            # Computed again: the result itself would live as long as this may be asked for.
+            before = F.linear(hidden, *(x if x is None else x.to(hidden.dtype) for x in (weight, bias)))
+            slope = 1 - before.to(gradient.dtype).mul_(ctx.scale).tanh_().square_()
+            gradient = gradient * slope.mul_(ctx.cap)
+        gradient = gradient * ctx.scale if ctx.scale != 1 else gradient
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_hidden = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
@@ -65,5 +81,5 @@ class _Late(torch.autograd.Function):
             read = hidden.reshape(-1, hidden.shape[-1]).to(gradient.dtype)
             of_weight = (rows.t() @ read).to(weight.dtype)
         if ctx.needs_input_grad[3]:
-            of_bias = rows.sum(0).to(ctx.bias_dtype)
-        return None, of_hidden, of_weight, of_bias
+            of_bias = rows.sum(0).to(bias.dtype)
+        return None, of_hidden, of_weight, of_bias, None, None

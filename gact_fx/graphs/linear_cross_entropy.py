@@ -10,6 +10,9 @@ The loss of row i with target t, weights w of classes and label smoothing e is, 
 defines it with ``reduction="none"``::
 
     (1 - e) w_t (lse_i - z_t) + e / V sum_c w_c (lse_i - z_c)
+
+Logits z may be ``scale`` times the linear layer's result, and capped: ``cap * tanh(scale * result)`` where ``cap`` is
+not 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +33,13 @@ _FEWEST = 256
 _library = torch.library.Library("gact_fx", "FRAGMENT")
 _library.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
-    "Tensor? logits, int ignore_index, float label_smoothing) -> (Tensor, Tensor)",
+    "Tensor? logits, int ignore_index, float label_smoothing, float scale=1.0, float cap=0.0) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "linear_cross_entropy_backward(Tensor grad_loss, Tensor grad_lse, Tensor hidden, Tensor weight, Tensor? bias, "
-    "Tensor target, Tensor? class_weight, Tensor lse, int ignore_index, float label_smoothing, bool[3] output_mask) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor target, Tensor? class_weight, Tensor lse, int ignore_index, float label_smoothing, bool[3] output_mask, "
+    "float scale=1.0, float cap=0.0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -50,13 +53,15 @@ def linear_cross_entropy(
     logits: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The loss and the logarithm of the sum of exponentials of every row, both (N,), float32 or float64.
 
     ``weight`` and ``bias`` may be wider than ``hidden``, as they are under autocast: each slab of them is rounded to
     the dtype of ``hidden`` when it is used, and their gradients have their own dtype. ``target`` (N,) has whole numbers
-    in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V) are those of ``hidden`` where somebody
-    has computed them anyway. No gradient flows to the last two.
+    in [0, V), or ``ignore_index`` where a row's loss is zero. ``logits`` (N, V), scaled and capped, are those of
+    ``hidden`` where somebody has computed them anyway. No gradient flows to the last two.
 
     Raises:
         IndexError: a target out of range; on other devices than the CPU, an assertion on the device.
@@ -69,6 +74,8 @@ def linear_cross_entropy(
     lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in _slabs(hidden, weight, bias, real, logits):
+        if logits is None:
+            _scale_(slab.real, scale, cap)
         inside, index = _places(row_target, slab)
         at_target = torch.where(inside, slab.real.gather(1, index)[:, 0], at_target)
         if label_smoothing:
@@ -93,6 +100,8 @@ def linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
     output_mask: Sequence[bool],
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; empty where ``output_mask`` does not ask for them."""
     classes, real, target = weight.shape[0], _real(hidden), target.long()
@@ -106,12 +115,16 @@ def linear_cross_entropy_backward(
     of_hidden, of_weight, of_bias = _empty_gradients(hidden, real, weight, bias, output_mask)
     of_hidden.zero_()
     for slab in _slabs(hidden, weight, bias, real):
+        _scale_(slab.real, scale, cap)
+        slope = scale if not cap else slab.real.square().mul_(-scale / cap).add_(scale * cap)
         change = slab.real.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
         inside, index = _places(row_target, slab)
         change.scatter_add_(1, index, torch.where(inside, -at_target, 0)[:, None])
         if label_smoothing:
             parts = 1 if class_weight is None else class_weight[slab.classes].to(real)
             change.sub_(everywhere[:, None] * parts)
+        if cap or scale != 1:
+            change.mul_(slope)
         if output_mask[2]:
             of_bias[slab.classes] = change.sum(0)
         rounded = slab.logits.copy_(change)
@@ -169,6 +182,14 @@ def _slabs(
         yield _Slab(classes, part, logits, real if known is not None else real.copy_(logits))
 
 
+def _scale_(x: Tensor, scale: float, cap: float) -> None:
+    """Make logits of the linear layer's result ``x``."""
+    if scale != 1:
+        x.mul_(scale)
+    if cap:
+        x.tanh_().mul_(cap)
+
+
 def _logsumexp_(x: Tensor) -> Tensor:
     """``x.logsumexp(1)``, which overwrites ``x``."""
     largest = x.amax(1, keepdim=True)
@@ -214,7 +235,7 @@ def _forward_fake(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, *_:
 def _backward_fake(
     grad_loss: Tensor, grad_lse: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_gradients(hidden, hidden.dtype, weight, bias, rest[-1])
+    return _empty_gradients(hidden, hidden.dtype, weight, bias, rest[5])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -225,9 +246,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
     backward = torch.ops.gact_fx.linear_cross_entropy_backward.default
-    found = backward(grad_loss, grad_lse, *ctx.saved_tensors, *ctx.options, mask)
+    found = backward(grad_loss, grad_lse, *ctx.saved_tensors, *ctx.options[:2], mask, *ctx.options[2:])
     gradients = [gradient if needed else None for gradient, needed in zip(found, mask, strict=True)]
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, *[None] * 7)
 
 
 for _operator, _fake in ((linear_cross_entropy, _forward_fake), (linear_cross_entropy_backward, _backward_fake)):

@@ -29,10 +29,15 @@ def inputs(dtype: torch.dtype, has_bias: bool, has_weights: bool) -> tuple[Any, 
     return hidden, weight, bias, target, class_weight
 
 
-def on_whole_logits(*given: Any, smoothing: float = 0.0) -> Any:
+def whole_logits(*given: Any, scale: float = 1.0, cap: float = 0.0) -> torch.Tensor:
+    logits = F.linear(*given)
+    logits = scale * logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cap * torch.tanh(logits) if cap else logits
+
+
+def on_whole_logits(*given: Any, smoothing: float = 0.0, **scaling: float) -> Any:
     hidden, weight, bias, target, class_weight = (*given, None)[:5]
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = whole_logits(hidden, weight, bias, **scaling)
     loss = F.cross_entropy(logits, target, class_weight, reduction="none", label_smoothing=smoothing)
     return loss, logits.logsumexp(1)
 
@@ -58,6 +63,20 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         logits = F.linear(*given[:3])
     for known in (None, logits):
         found = differentiated(operator(*given, known, -100, smoothing), given[:3])
+        for a, b in zip(found, exact, strict=True):
+            assert a.dtype == b.dtype and float((a - b).norm()) <= TOLERANCE[dtype] * float(b.norm())
+
+
+@pytest.mark.parametrize("scaling", [(0.25, 0.0), (0.25, 2.0), (-3.0, -0.5)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_logits_may_be_scaled_and_capped(dtype: torch.dtype, scaling: tuple[float, float]) -> None:
+    given, names = inputs(dtype, True, True), ("scale", "cap")
+    named = dict(zip(names, scaling, strict=True))
+    exact = differentiated(on_whole_logits(*given, smoothing=0.1, **named), given[:3])
+    with torch.no_grad():
+        logits = whole_logits(*given[:3], **named)
+    for known in (None, logits):
+        found = differentiated(operator(*given, known, -100, 0.1, *scaling), given[:3])
         for a, b in zip(found, exact, strict=True):
             assert a.dtype == b.dtype and float((a - b).norm()) <= TOLERANCE[dtype] * float(b.norm())
 
@@ -120,6 +139,7 @@ def test_a_target_out_of_bounds_is_an_error(wrong: int) -> None:
 def test_the_schema_and_the_fakes() -> None:
     hidden, weight, bias, target, class_weight = inputs(torch.float32, True, True)
     torch.library.opcheck(operator, (hidden, weight, bias, target, class_weight, None, -100, 0.1))
+    torch.library.opcheck(operator, (hidden, weight, bias, target, class_weight, None, -100, 0.1, 0.5, 2.0))
     backward = torch.ops.gact_fx.linear_cross_entropy_backward.default
     rows, lse = (x.detach() for x in operator(hidden, weight, bias, target, None, None, -100, 0.1))
     tensors = [x.detach() for x in (hidden, weight, bias)]

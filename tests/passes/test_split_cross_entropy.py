@@ -65,7 +65,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
+def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = logits / 0.3
+    logits = torch.tanh(logits)
+    return F.cross_entropy(*rows(logits * 0.3, labels))
+
+
+def capped_with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return with_z_loss(0.5 * logits.float().div(0.5).tanh(), labels)
+
+
 WEIGHTS = torch.linspace(0.1, 2, VOCABULARY)
+BIAS = torch.linspace(-1, 1, VOCABULARY).view(1, -1)
 SPLIT: dict[str, Loss] = {
     "mean": lambda z, y: F.cross_entropy(*rows(z, y)),
     "sum": lambda z, y: F.cross_entropy(*rows(z, y), reduction="sum") / 100,
@@ -78,6 +89,17 @@ SPLIT: dict[str, Loss] = {
     "weights": lambda z, y: F.cross_entropy(*rows(z, y), WEIGHTS),
     "weights and smoothing": lambda z, y: F.cross_entropy(*rows(z, y), WEIGHTS, label_smoothing=0.1),
     "z-loss": with_z_loss,
+    "scaled": lambda z, y: F.cross_entropy(*rows(z * 0.5, y)),
+    "scaled twice": lambda z, y: F.cross_entropy(*rows(3.0 * (z / 8), y)),
+    "capped": capped,
+    "capped, with a z-loss": capped_with_z_loss,
+    "capped, with smoothing": lambda z, y: F.cross_entropy(*rows(2 * torch.tanh(3 * z), y), label_smoothing=0.1),
+}
+# A linear layer without a bias of its own.
+BIASED: dict[str, Loss] = {
+    "bias": lambda z, y: F.cross_entropy(*rows(z + BIAS, y)),
+    "bias, scaled": lambda z, y: F.cross_entropy(*rows((z + BIAS) / 2, y)),
+    "bias, capped": lambda z, y: capped(z + BIAS, y),
 }
 
 
@@ -129,7 +151,12 @@ def weighed_without_a_gradient(logits: torch.Tensor, labels: torch.Tensor) -> to
 # What is split, though the logits are read by others.
 READ: dict[str, Loss] = {"weighed without a gradient": weighed_without_a_gradient}
 WHOLE: dict[str, Loss] = {
-    "capped": lambda z, y: F.cross_entropy(*rows(30 * torch.tanh(z / 30), y)),
+    "scaled behind a view": lambda z, y: F.cross_entropy(rows(z, y)[0] * 0.5, y.view(-1)),
+    "scaled by a tensor": lambda z, y: F.cross_entropy(*rows(z * BIAS, y)),
+    "bias behind a factor": lambda z, y: F.cross_entropy(*rows(2 * z + BIAS, y)),
+    "bias of each row": lambda z, y: F.cross_entropy(*rows(z + BIAS.view(-1)[:16, None], y)),
+    "capped twice": lambda z, y: F.cross_entropy(*rows(z.tanh().tanh(), y)),
+    "over logits": lambda z, y: F.cross_entropy(*rows(1 / (z + 9), y)),
     "half of the classes": lambda z, y: F.cross_entropy(z[..., :500].reshape(-1, 500), y.view(-1) % 500),
     "probabilities": lambda z, y: F.cross_entropy(rows(z, y)[0], torch.full((128, VOCABULARY), 1e-3)),
     "classes come second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
@@ -178,10 +205,11 @@ def trained_alike(model: nn.Module, reference: nn.Module) -> Watched:
     return watched
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(
+    ("name", "bias"), [*((name, bias) for name in SPLIT for bias in (False, True)), *((name, False) for name in BIASED)]
+)
 def test_losses_that_are_split(name: str, bias: bool) -> None:
-    model, reference = pair(SPLIT[name], bias)
+    model, reference = pair({**SPLIT, **BIASED}[name], bias)
     watched, given = Watched(), batch()
     found, exact = torch.compile(model, backend=watched)(*given), reference(*given)
     # The logits are computed nowhere else.
@@ -207,10 +235,25 @@ def test_few_logits_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.calls == 0
 
 
+# What is made of the linear layer's result before it is returned, and read by the loss.
+RETURNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda z: z,
+    "scaled": lambda z: z / 3,
+    "capped": lambda z: 0.5 * torch.tanh(2 * z),
+    "biased": lambda z: z + BIAS,
+}
+
+
 @pytest.mark.parametrize("reads", ["loss", "logits", "both", "in place"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_logits_that_are_returned_have_a_gradient_for_whoever_asks(bias: bool, reads: str) -> None:
-    model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z), bias)
+@pytest.mark.parametrize(
+    ("how", "bias"), [(how, bias) for how in RETURNED for bias in (False, True) if how != "biased" or not bias]
+)
+def test_logits_that_are_returned_have_a_gradient_for_whoever_asks(how: str, bias: bool, reads: str) -> None:
+    def loss_and_logits(z: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = RETURNED[how](z)
+        return SPLIT["mean"](logits, y), logits
+
+    model, reference = pair(loss_and_logits, bias)
     watched, given = Watched(), batch()
     for network in (torch.compile(model, backend=watched), reference):
         loss, logits = network(*given)
@@ -337,8 +380,13 @@ def test_weights_of_16_bits_are_summed_in_32() -> None:
     assert relative_error(losses[:1], losses[1:]) < 1e-4
 
 
-def test_whoever_reads_the_loss_alone_gets_no_logits() -> None:
-    model, reference = pair(lambda z, y: (SPLIT["mean"](z, y), z))
+@pytest.mark.parametrize("how", RETURNED)
+def test_whoever_reads_the_loss_alone_gets_no_logits(how: str) -> None:
+    def loss_and_logits(z: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = RETURNED[how](z)
+        return SPLIT["mean"](logits, y), logits
+
+    model, reference = pair(loss_and_logits)
     watched, given = Watched(loss_only=True), batch()
     loss, logits = torch.compile(model, backend=watched)(*given)
     assert watched.calls == 1 and watched.linear == 1
@@ -374,26 +422,38 @@ def test_without_the_option_nothing_is_split(monkeypatch: pytest.MonkeyPatch) ->
     assert relative_error(gradients(model), gradients(reference)) < 0.02
 
 
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2}
+_WIDE = {**_SIZES, "hidden_size": 32, "intermediate_size": 64}
+_CAUSAL = {**_WIDE, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+# Those of a vocabulary with a bias that is a buffer, with a cap, and with factors among them.
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {
+        "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": VOCABULARY, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "LlamaForCausalLM": _WIDE,
+    "BertForMaskedLM": {**_WIDE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "T5ForConditionalGeneration": {
+        "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0,
+        "vocab_size": VOCABULARY, "decoder_start_token_id": 0,
+    },
+    "BartForConditionalGeneration": {
+        **_SIZES, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
+    },
+    "Gemma2ForCausalLM": {**_CAUSAL, "head_dim": 16, "final_logit_softcapping": 0.1},
+    "CohereForCausalLM": {**_CAUSAL, "logit_scale": 0.25},
+    "GraniteForCausalLM": {**_CAUSAL, "logits_scaling": 4.0},
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5"])
+@pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-             "num_attention_heads": 2}  # fmt: skip
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    if name == "GPT2LMHeadModel":
-        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=VOCABULARY, **quiet)
-        model = transformers.GPT2LMHeadModel(config)
-    elif name == "LlamaForCausalLM":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    elif name == "BertForMaskedLM":
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **still))
-    else:
-        widths = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0}
-        config = transformers.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **widths)
-        model = transformers.T5ForConditionalGeneration(config)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**MODELS[name]))
     calls = []
     split = module._split
     monkeypatch.setattr(module, "_split", lambda *args: calls.append(args) or split(*args))  # type: ignore[func-returns-value]
