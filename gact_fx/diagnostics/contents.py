@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from gact_fx.diagnostics.logits import Logits
 from gact_fx.diagnostics.report_rows import Row
 from gact_fx.diagnostics.steps import StepSizes
 from gact_fx.passes.pipeline import Stage
@@ -37,6 +38,8 @@ class Contents(Protocol):
     def peak_predicted(self) -> int | None: ...
     @property
     def peak_measured(self) -> int | None: ...
+    @property
+    def logits(self) -> Logits: ...
     @property
     def gradients(self) -> int | None: ...
     @property

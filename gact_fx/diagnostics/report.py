@@ -11,6 +11,7 @@ from gact_fx.diagnostics.collect import collect
 from gact_fx.diagnostics.cures import warnings
 from gact_fx.diagnostics.full_table import full_table
 from gact_fx.diagnostics.html import frame, page
+from gact_fx.diagnostics.logits import Logits
 from gact_fx.diagnostics.memory_timeline import Timeline
 from gact_fx.diagnostics.report_rows import Row, average_bits
 from gact_fx.diagnostics.steps import StepSizes
@@ -60,6 +61,7 @@ class Report:
         warnings: what is not as it should be, each with the cure.
         peak_measured: bytes that the latest step under :func:`gact_fx.measure_peak` had live at its peak, gradients
             included; None where none was measured by this plan.
+        logits: what the logits of heads cost that are computed some classes at a time.
     """
 
     rows: tuple[Row, ...]
@@ -69,6 +71,7 @@ class Report:
     steps: tuple[StepSizes, ...] = ()
     warnings: tuple[str, ...] = ()
     peak_measured: int | None = None
+    logits: Logits = field(default_factory=Logits)
     # What is live in the course of a step.
     _timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
 
@@ -136,6 +139,7 @@ class Report:
         totals |= {name: getattr(self, name) for name in peaks}
         lists = {
             "warnings": self.warnings,
+            "logits": asdict(self.logits),
             "steps": list(map(asdict, self.steps)),
             "rows": list(map(asdict, self.rows)),
         }
@@ -185,9 +189,9 @@ class Report:
         found = collect(session, _names(model, session))
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
-        return cls(
-            found.rows, reports, session.plan, found.note, found.steps, cures, session.run_counts.peak, found.timeline
-        )
+        logits = Logits.of(graph.forward for graph in reports)
+        peak, timeline = session.run_counts.peak, found.timeline
+        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, peak, logits, timeline)
 
 
 def _names(model: object, session: Session) -> dict[int, str]:

@@ -43,6 +43,7 @@ def totals(report: Contents) -> list[tuple[str, str]]:
     is_predicted = any(step.name == PREDICTED for step in report.steps)
     lines = [("held for backward", f"{held} ({report.ratio:.1f}x){', as predicted' if is_predicted else ''}")]
     lines += peaks_text(report)
+    lines += logits_text(report)
     lines += [("bits", f"{bits:.2f} per compressed element, metadata and masks included")] if bits else []
     lines += [("noise", noise)] if noise else []
     return lines + steps_text(report.steps)
@@ -60,6 +61,17 @@ def peaks_text(report: Contents) -> list[tuple[str, str]]:
     return [
         ("peak of activations", f"{before}{megabytes(activations)} MB {after}as predicted"), ("peak of a step", whole)
     ]  # fmt: skip
+
+
+def logits_text(report: Contents) -> list[tuple[str, str]]:
+    """What logits cost that the model returns, or that are never there whole."""
+    whole, avoided, lines = report.logits.whole, report.logits.avoided, []
+    if whole:
+        remedy = "if you read the loss alone, loss_only=True avoids this"
+        lines.append(f"{megabytes(whole)} MB, since the model returns or reads them; {remedy}")
+    if avoided:
+        lines.append(f"{megabytes(avoided)} MB are never in memory: the loss reads some classes at a time")
+    return [("logits" if index == 0 else "", text) for index, text in enumerate(lines)]
 
 
 def steps_text(steps: Sequence[StepSizes]) -> list[tuple[str, str]]:

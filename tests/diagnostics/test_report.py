@@ -7,11 +7,12 @@ import torch
 from activation_bytes import activation_bytes
 from conftest import Mixed, mixed_batch
 from torch import nn
+from torch.nn import functional as F
 
 import gact_fx
 from gact_fx import Report
 from gact_fx.diagnostics.modules import OTHERS, OUTSIDE, by_module
-from gact_fx.passes import PIPELINE
+from gact_fx.passes import PIPELINE, find_heads
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +108,31 @@ def test_a_small_saving_is_blamed_on_what_is_largest() -> None:
     last = str(report).splitlines()[-1]
     assert report.ratio < 2 and report.warnings[-1] in last
     assert "less than 2x" in last and largest.reason in last and "graph_breaks" in last
+
+
+class LanguageModel(nn.Module):
+    """Its loss beside its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(500, 16), nn.Linear(16, 16), nn.Linear(16, 500)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(F.gelu(self.inner(self.embedding(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+@pytest.mark.parametrize("loss_only", [False, True])
+def test_what_logits_cost_is_said(loss_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_heads, "MIN_NUMEL", 1)
+    model, tokens = LanguageModel(), torch.randint(0, 500, (4, 32))
+    gact_fx.compile(model, inner="eager", min_elements=64, loss_only=loss_only)
+    for _ in range(2):
+        model(tokens)[0].backward()
+    report = gact_fx.inspect(model)
+    nbytes = 4 * 32 * 500 * 4
+    assert (report.logits.whole, report.logits.avoided) == ((0, nbytes) if loss_only else (nbytes, 0))
+    (line,) = (line for line in str(report).splitlines() if line.startswith("logits:"))
+    assert line.split()[1:3] == ["0.26", "MB"] or line.split()[1:3] == ["0.26", "MB,"]
+    assert ("loss_only=True" in line) == (not loss_only)
+    assert json.loads(report.to_json())["logits"] == {"whole": report.logits.whole, "avoided": report.logits.avoided}
