@@ -6,6 +6,7 @@ takes ``cap * tanh(logits / cap)``.
 
 import operator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -66,7 +67,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return tensors[sizes.index(max(sizes))] if tensors else None
 
 
-def _other(node: fx.Node) -> object:
+def _other(node: fx.Node) -> Any:
     """The argument beside the logits."""
     others = [x for x in node.args[:2] if x is not source_of(node)]
     return others[0] if others else None

@@ -69,7 +69,7 @@ class _Late(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         if ctx.cap:
             # Computed again: the result itself would live as long as this may be asked for.
-            before = F.linear(hidden, *(x if x is None else x.to(hidden.dtype) for x in (weight, bias)))
+            before = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
             slope = 1 - before.to(gradient.dtype).mul_(ctx.scale).tanh_().square_()
             gradient = gradient * slope.mul_(ctx.cap)
         gradient = gradient * ctx.scale if ctx.scale != 1 else gradient
