@@ -117,7 +117,7 @@ class Session:
 
         Where sizes vary, a graph much like one that the plan was made with is taken for the same, traced anew.
         """
-        if self.plan is None or self.plan_was_given or self._is_among_ranks or not graph.analysis.quantized():
+        if self.plan is None or self.plan_was_given or not graph.analysis.quantized():
             return False
         varies = any(tensor.dynamic for tensor in graph.analysis.saved)
         is_known = self.plan.graph(graph.plan.fingerprint) is not None
@@ -141,10 +141,10 @@ class Session:
                 log.warning("%s: %s", self.title, why)
 
     def profile_unforeseen(self) -> None:
-        """Have the next step profiled if the plan was made without a graph that runs; at most three times."""
-        if self.lifecycle.state is not State.PLANNED or self._afterthoughts >= MOST_AFTERTHOUGHTS:
-            return
-        if any(graph.plan.fingerprint in self._running and self.is_unforeseen(graph) for graph in self.graphs):
+        """Have the next step profiled if the plan lacks a graph that runs; at most three times, and never of a rank."""
+        is_free = self.lifecycle.state is State.PLANNED and not self._is_among_ranks
+        runs = (graph for graph in self.graphs if graph.plan.fingerprint in self._running)
+        if is_free and self._afterthoughts < MOST_AFTERTHOUGHTS and any(map(self.is_unforeseen, runs)):
             self._afterthoughts += 1
             # Traced with rows that vary, it was another graph.
             self.profiles_few_rows = False

@@ -89,6 +89,20 @@ def test_profiled_in_evaluation_and_then_trained() -> None:
     assert relative_error(gradients(model), gradients(exact)) < 0.2
 
 
+def test_among_ranks_the_report_tells_of_graphs_without_a_plan() -> None:
+    """One rank does not profile again on its own."""
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    steps(model, 2)
+    session = session_of(model)
+    assert session is not None
+    session.sample(is_first=True)
+    model.train()
+    steps(model, 3)
+    assert not has_plans_for_all(model)
+    (warning,) = gact_fx.inspect(model).warnings
+    assert "the plan was made without graph" in warning
+
+
 def test_profiled_frozen_and_then_trained() -> None:
     net = Net()
     net.first.requires_grad_(False)
