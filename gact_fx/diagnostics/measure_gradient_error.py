@@ -12,7 +12,7 @@ from gact_fx.diagnostics.gradient_error import GradientError
 from gact_fx.diagnostics.gradient_moments import GradientMoments, total
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed
-from gact_fx.graphs.dynamo import compile_apart, own_call, without_recompile_limits
+from gact_fx.graphs.dynamo import compile_apart, new_code_name, own_call, without_recompile_limits
 from gact_fx.graphs.interpreter import GraphInterpreter
 from gact_fx.graphs.recurrent_modules import can_trace
 from gact_fx.passes import PIPELINE
@@ -155,7 +155,7 @@ def _in_place(model: nn.Module, backend: _BothWays) -> Iterator[None]:
     # run them uncompiled, hence exactly, without a word; and the model must not come nearer to its own limit (which
     # torch 2.11 cannot keep apart).
     recurrent = can_trace(model.modules())
-    compiled = compile_apart(own_call(model, f"call_{id(backend)}"), backend, recurrent=recurrent)
+    compiled = compile_apart(own_call(model, new_code_name()), backend, recurrent=recurrent)
     with (
         running(model, backend.around(compiled)),
         torch.enable_grad(),

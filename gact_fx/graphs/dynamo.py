@@ -29,6 +29,7 @@ Private, tried with torch 2.11 and 2.13:
 import contextlib
 import functools
 import inspect
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ import torch
 from torch import nn
 
 _NEVER = 2**20
+_CODE_NUMBERS = itertools.count()
 _MISSES_THAWING = torch.torch_version.TorchVersion(torch.__version__) < "2.12"
 # Packages whose frames lie between a call and the compilation that it leads to.
 _OWN_ROOMS = ("torch", "gact_fx", "contextlib", "functools")
@@ -152,6 +154,11 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
         vars(module).pop("_compiled_call_impl", None)
     else:
         module._compiled_call_impl = call  # type: ignore[assignment, unused-ignore]
+
+
+def new_code_name() -> str:
+    """A name for `own_call` that no code had before: an ``id`` may come back, and with it the sizes that varied."""
+    return f"call_{next(_CODE_NUMBERS)}"
 
 
 def own_call(module: nn.Module, name: str) -> Callable[..., Any]:

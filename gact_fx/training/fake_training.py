@@ -18,7 +18,7 @@ from gact_fx.errors import StepError, UsageError, first_line
 from gact_fx.graphs import recurrent_modules
 from gact_fx.graphs.aot import JointGraph
 from gact_fx.graphs.compilers import Compiled, boxed, without_views
-from gact_fx.graphs.dynamo import compile_apart, own_call, set_compiled_call
+from gact_fx.graphs.dynamo import compile_apart, new_code_name, own_call, set_compiled_call
 from gact_fx.graphs.fake_steps import Fakes, LiveBytes, needs_values, run_fake, tensors_in
 from gact_fx.graphs.live_memory import peak_nbytes
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
@@ -107,7 +107,7 @@ class FakeTraining:
 
     def _compile(self, backend: Backend) -> None:
         session = backend.session
-        function = own_call(self._model, f"estimate_{id(backend)}")
+        function = own_call(self._model, new_code_name())
         recurrent_modules.install(self._model.modules())
         recurrent = recurrent_modules.can_trace(self._model.modules())
         config = session.config

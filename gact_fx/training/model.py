@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gact_fx.graphs import recurrent_modules
-from gact_fx.graphs.dynamo import compile_apart, compiled_call, own_call, set_compiled_call
+from gact_fx.graphs.dynamo import compile_apart, compiled_call, new_code_name, own_call, set_compiled_call
 from gact_fx.training.lifecycle import Lifecycle
 from gact_fx.training.other_compilers import guard, unguard
 from gact_fx.training.ranks import unwrapped
@@ -111,6 +111,8 @@ class Target:
         self._original = unwrapped(model)
         self._session = session
         self._generation = 0
+        # One name for all that is compiled of this model: sizes that vary while it is profiled do so in training.
+        self._code_name = new_code_name()
         is_module = isinstance(model, nn.Module)
         self.model: Any = model if is_module else _CompiledFunction(model, session.lifecycle)
         self._before = compiled_call(self._original) if is_module else None
@@ -122,7 +124,7 @@ class Target:
         if isinstance(self._original, nn.Module):
             lifecycle.replaces = self._before.replaces if isinstance(self._before, Lifecycle) else self._before
             set_compiled_call(self._original, lifecycle)
-            lifecycle.stands_for(own_call(self._original, f"call_{id(self)}"))
+            lifecycle.stands_for(own_call(self._original, self._code_name))
             guard(self._original)
         else:
             lifecycle.stands_for(self._original)
@@ -134,8 +136,7 @@ class Target:
         self._generation += 1
         function: Callable[..., Any] = self._original
         if isinstance(self._original, nn.Module):
-            # One name for all that is compiled of this model: sizes that vary while it is profiled do so in training.
-            function = own_call(self._original, f"call_{id(self)}")
+            function = own_call(self._original, self._code_name)
         config, regions = self._session.config, self._session.eager_regions
         options: dict[str, Any] = {"dynamic": config.dynamic, "fullgraph": config.fullgraph}
         if isinstance(backend, str):

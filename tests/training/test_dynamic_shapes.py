@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import gact_fx
 from gact_fx.training.backend import Backend
+from gact_fx.training.model import session_of
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -165,6 +166,21 @@ def test_sizes_of_one_model_are_not_dynamic_in_another() -> None:
             model(torch.randn(rows, 64)).sum().backward()
         assert gact_fx.inspect(model).rows
         assert all(len(row.shape) == 2 for row in gact_fx.inspect(model).rows)
+
+
+def test_sizes_of_a_freed_model_are_not_dynamic_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes later may have the ``id`` of what was freed; here everything has the same."""
+    monkeypatch.setattr("gact_fx.training.model.id", lambda target: 7, raising=False)
+    for rows in ((8, 6), (4,)):
+        model = Cnn()
+        gact_fx.compile(model, inner="eager", min_elements=64)
+        for count in (*rows, rows[-1]):
+            model(*Cnn.batch(count, 0)).backward()
+        session = session_of(model)
+        assert session is not None and session.graphs
+        varies = any(saved.dynamic for graph in session.graphs for saved in graph.analysis.saved)
+        assert varies == (len(rows) > 1)
+        del model, session
 
 
 @pytest.mark.slow
