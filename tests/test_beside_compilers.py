@@ -161,6 +161,24 @@ def test_inspection_looks_into_wrappers() -> None:
         gact_fx.inspect(Outer(Net()))
 
 
+@pytest.mark.parametrize("compiled", [Net(), lambda x: x.square().sum()], ids=["module", "function"])
+def test_a_model_that_was_never_called(compiled: Any) -> None:
+    model = gact_fx.compile(compiled, inner="eager", min_elements=64)
+    if isinstance(model, nn.Module):
+        for _ in range(2):
+            model.forward(X).backward()
+    report = gact_fx.inspect(model)
+    assert "the compiled model was never called" in report.note and report.note in str(report)
+    assert "by model(...): a direct call of model.forward(...) runs uncompressed" in report.note
+    with torch.no_grad():
+        model(X)
+    assert "never called" not in gact_fx.inspect(model).note
+    if isinstance(model, nn.Module):
+        model(X).backward()
+        model.forward(X).backward()
+        assert "no graph compiled with it yet; run a training step, by model(...)" in gact_fx.inspect(model).note
+
+
 def test_what_is_said_once_leaves_dynamos_metrics_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.11 writes its configuration down as JSON, and prints a traceback for a set of functions."""
 

@@ -17,6 +17,8 @@ from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.run_counts import GraphRuns, StepRuns
 from gact_fx.training.session import Session
 
+_BY_CALL = "by model(...): a direct call of model.forward(...) runs uncompressed"
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -102,6 +104,11 @@ def _note(session: Session, rows: Sequence[Row]) -> str:
     """What state the model is in, '' where it trains by a plan and there is nothing else to know."""
     if session.config.budget_bits is None:
         return "compression is off (budget_bits=None)"
+    if session.plan is None and not session.lifecycle.was_called:
+        return (
+            "no plan yet, since the compiled model was never called: run one training step, which is the sample, "
+            f"{_BY_CALL}"
+        )
     if session.plan is None:
         return (
             "no plan yet: run one training step, which is the sample (if you have, torch.compile captured no graph, or "
@@ -110,7 +117,7 @@ def _note(session: Session, rows: Sequence[Row]) -> str:
     if not session.graphs:
         predicted = session.predicted_sizes()
         by_plan = f" ({predicted})" if predicted else ""
-        return f"a plan{by_plan}, and no graph compiled with it yet; run a training step"
+        return f"a plan{by_plan}, and no graph compiled with it yet; run a training step, {_BY_CALL}"
     if all(row.encoding == Keep.label for row in rows if row.graph is not None):
         return "nothing to compress: report.table() has the reasons"
     if session.run_counts.backward_is_unseen:

@@ -52,6 +52,8 @@ class Lifecycle:
         self.replaces: Callable[..., Any] | None = None
         self._at_close: list[Callable[[], None]] = []
         self._is_closed = False
+        # Whether any call came by; whoever calls the model's own forward passes this over.
+        self.was_called = False
 
     @property
     def state(self) -> State:
@@ -134,5 +136,6 @@ class Lifecycle:
 
     @torch.compiler.disable(reason="gact_fx.compile compiles this model itself")  # type: ignore[untyped-decorator, unused-ignore]
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
         # A torch.compile around the model would else trace what is to run, and compile it without us.
         return self.current()(*args, **kwargs)
