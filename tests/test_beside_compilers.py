@@ -161,6 +161,22 @@ def test_inspection_looks_into_wrappers() -> None:
         gact_fx.inspect(Outer(Net()))
 
 
+def test_a_part_that_was_compiled_is_named() -> None:
+    model = Outer(nn.Sequential(nn.Linear(64, 64), Net()))
+    part = "inner.1"
+    gact_fx.compile(model.get_submodule(part), inner="eager")
+    told = f"this covers {part}, which was compiled; other modules of this Outer are not compressed"
+    assert gact_fx.inspect(model).note.startswith(f"{told}; no plan yet")
+    held(model, model)
+    assert gact_fx.inspect(model).note == told
+    assert told in str(gact_fx.inspect(model)) and not gact_fx.inspect(model.get_submodule(part)).note
+    # Around it there may be parameters as well.
+    around = Outer(model.get_submodule(part))
+    assert not gact_fx.inspect(around).note
+    around.scale = nn.Parameter(torch.ones(()))
+    assert "this covers inner, which was compiled" in gact_fx.inspect(around).note
+
+
 @pytest.mark.parametrize("compiled", [Net(), lambda x: x.square().sum()], ids=["module", "function"])
 def test_a_model_that_was_never_called(compiled: Any) -> None:
     model = gact_fx.compile(compiled, inner="eager", min_elements=64)

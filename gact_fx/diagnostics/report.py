@@ -186,17 +186,32 @@ class Report:
     @classmethod
     def from_session(cls, session: Session, model: object = None) -> "Report":
         """The report on the graphs that the session has compiled; in ``model`` is the module that was compiled."""
-        found = collect(session, _names(model, session))
+        name, compiled = _compiled(model, session)
+        modules = () if compiled is None else unwrapped(compiled).named_modules()
+        found = collect(session, {id(module): path for path, module in modules})
         reports = tuple(GraphReport(g.pair.forward, g.pair.backward, g.stages) for g in found.graphs)
         cures = warnings(found.rows, session.plan, found.unforeseen)
+        note = "; ".join(filter(None, (_covered(model, name, compiled), found.note)))
         logits = Logits.of(graph.forward for graph in reports)
         peak, timeline = session.run_counts.peak, found.timeline
-        return cls(found.rows, reports, session.plan, found.note, found.steps, cures, peak, logits, timeline)
+        return cls(found.rows, reports, session.plan, note, found.steps, cures, peak, logits, timeline)
 
 
-def _names(model: object, session: Session) -> dict[int, str]:
-    """By ``id``, the names of the modules in the one that was compiled, whatever is around it."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    compiled = [module for module in modules if session_of(module) is session]
+def _compiled(model: object, session: Session) -> tuple[str, nn.Module | None]:
+    """The module in ``model`` that was compiled, whatever is around it, and its name there; of a function none."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    found = [(name, module) for name, module in modules if session_of(module) is session]
     # Wrappers hand on what they are asked for, and come first.
-    return {id(module): name for name, module in unwrapped(compiled[-1]).named_modules()} if compiled else {}
+    return found[-1] if found else ("", None)
+
+
+def _covered(model: object, name: str, compiled: nn.Module | None) -> str:
+    """What to say of a model with more in it than what was compiled, '' of one without."""
+    if not name or compiled is None or not isinstance(model, nn.Module):
+        return ""
+    within = {id(x) for x in (*compiled.modules(), *compiled.parameters())}
+    # What is around it, as wrappers are, holds it and perhaps parameters.
+    others = [module for path, module in model.named_modules() if path and not f"{name}.".startswith(f"{path}.")]
+    if all(id(x) in within for x in (*others, *model.parameters())):
+        return ""
+    return f"this covers {name}, which was compiled; other modules of this {type(model).__name__} are not compressed"
