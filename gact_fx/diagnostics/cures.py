@@ -33,7 +33,7 @@ _REMEDIES = (
     ("adaptive=False", "adaptive=True measures it"),
     ("not measured", "profile again, by sample_batches or profile_every"),
     ("others lie in the same memory", "give the operator a clone"),
-    ("Rnn(Layer)?Backward", "nn.LSTM itself, nn.GRU or nn.RNN, or a subclass that has no forward of its own"),
+    ("Rnn(Layer)?Backward", "torch 2.13 with nn.LSTM itself, nn.GRU, nn.RNN, or a subclass with no forward of its own"),
     ("saved by eager", "remove the graph break; TORCH_LOGS=graph_breaks says where it is"),
     ("under this budget", "a smaller budget rounds it"),
     ("shares its memory", "the remedy of that tensor, or a clone"),
