@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,32 @@ def test_accelerate_takes_options() -> None:
         utils.TorchDynamoPlugin(backend="gactt")
 
 
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """accelerate, which has one state for all of a process, and takes another compiler into a new one alone."""
+    found = pytest.importorskip("accelerate")
+    found.state.AcceleratorState._reset_state(True)
+    yield found
+    found.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_accelerator_that_compiles_a_compiled_model(accelerate: Any, by_layer: bool) -> None:
+    """As for the Trainer, also where accelerate compiles layer by layer."""
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=by_layer)
+    model = gact_fx.compile(bert(), inner="eager", budget_bits=8)
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin)
+    prepared = accelerator.prepare(model)
+    assert prepared is not model
+    tokens = torch.randint(0, 8, (16, 32))
+    for _ in range(3):
+        accelerator.backward(prepared(input_ids=tokens, labels=tokens[:, 0] % 2).loss)
+    for found in (model, prepared):
+        report = gact_fx.inspect(found)
+        assert report.ratio > 2 and not report.note and len(report.graphs) == 1
+
+
 @pytest.mark.slow
 def test_generation_is_that_of_the_model_uncompiled() -> None:
     transformers = pytest.importorskip("transformers")
@@ -201,8 +228,11 @@ def test_cora() -> None:
     assert example.train(model, data, epochs=30) > 0.7
 
 
-def lora() -> tuple[Any, dict[str, Tensor]]:
-    """A small Llama with adapters whose second halves are not zero any more, as in training."""
+def lora(prepare: Callable[[nn.Module], nn.Module] = lambda base: base) -> tuple[Any, dict[str, Tensor]]:
+    """A small Llama with adapters whose second halves are not zero any more, as in training.
+
+    ``prepare``: what is done to the Llama before.
+    """
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=172, vocab_size=50
@@ -210,13 +240,35 @@ def lora() -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     targets = ["q_proj", "v_proj", "gate_proj"]
     model = peft.get_peft_model(
-        transformers.LlamaForCausalLM(config), peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+        prepare(transformers.LlamaForCausalLM(config)), peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
     tokens = torch.randint(0, 50, (4, 64))
     return model, {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [False, True], ids=["untrained", "trained"])
+def test_lora_of_a_compiled_model(trained: bool) -> None:
+    """peft puts its adapters into the model that was compiled, and calls it."""
+    tokens = torch.randint(0, 50, (4, 64))
+
+    def compiled(base: nn.Module) -> nn.Module:
+        gact_fx.compile(base, inner="eager", budget_bits=8)
+        for _ in range(2 if trained else 0):
+            base(input_ids=tokens, labels=tokens).loss.backward()
+        base.zero_grad()
+        return base
+
+    (model, batch), (reference, _) = lora(compiled), lora()
+    for _ in range(3):
+        model(**batch).loss.backward(), reference(**batch).loss.backward()
+        assert 1e-5 < relative_error(gradients(model), gradients(reference)) < 0.02
+    report = gact_fx.inspect(model)
+    assert report.ratio > 3 and not report.note
+    assert any("lora_A" in row.module for row in report.rows)
 
 
 @pytest.mark.slow

@@ -349,6 +349,30 @@ def test_profiles_of_ranks_with_different_graphs() -> None:
     assert found["a"].tensors().sensitivities["x"].value == 3.0
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
+def test_inspection_looks_into_ddp(alone: None, around: bool) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = Net()
+    model = DistributedDataParallel(net if around else gact_fx.compile(net, **OPTIONS))
+    if around:
+        gact_fx.compile(model, **OPTIONS)
+    for number in range(3):
+        model(batch(0, number)).backward()
+    report = gact_fx.inspect(model)
+    assert report.ratio > 3 and not report.note
+    assert {row.module.partition(".")[0] for row in report.rows} <= {"", "blocks"}
+
+
 def test_without_other_ranks_a_session_plans_on_its_own() -> None:
     model = gact_fx.compile(Net(), **OPTIONS)
     model(batch(0, 0)).backward()
