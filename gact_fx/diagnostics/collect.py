@@ -13,6 +13,7 @@ from gact_fx.diagnostics.steps import LARGEST, LAST, PREDICTED, StepSizes, step_
 from gact_fx.graphs.module_names import full_names
 from gact_fx.passes.encodings import Keep
 from gact_fx.planning.planned_memory import planned_memory
+from gact_fx.training.lifecycle import State
 from gact_fx.training.rewrite import RewrittenGraph
 from gact_fx.training.run_counts import GraphRuns, StepRuns
 from gact_fx.training.session import Session
@@ -104,6 +105,11 @@ def _note(session: Session, rows: Sequence[Row]) -> str:
     """What state the model is in, '' where it trains by a plan and there is nothing else to know."""
     if session.config.budget_bits is None:
         return "compression is off (budget_bits=None)"
+    if session.lifecycle.state is State.FAILED:
+        return (
+            "uncompressed, since no training step could be measured (the log says why): mend that and compile again, "
+            "or compile with sample_batches or plan="
+        )
     if session.plan is None and not session.lifecycle.was_called:
         return (
             "no plan yet, since the compiled model was never called: run one training step, which is the sample, "

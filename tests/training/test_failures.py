@@ -169,7 +169,9 @@ def test_measuring_that_always_fails_is_given_up(net: Net, caplog: pytest.LogCap
     assert "training goes on uncompressed" in caplog.text
     fuse.armed = ("measuring", Failure)
     assert step(model) < 1e-6
-    assert fuse.armed is not None and gact_fx.inspect(model).plan is None
+    report = gact_fx.inspect(model)
+    assert fuse.armed is not None and report.plan is None
+    assert "uncompressed, since no training step could be measured" in report.note
 
 
 @pytest.mark.parametrize("again", [False, True])
