@@ -63,6 +63,11 @@ class Compression:
             compile_by(self._model, config, self._plan, self._samples, asked=self._asked)
         self._seen, self._is_told = self.plan, self.plan is None
 
+    def loss_only(self, model: nn.Module) -> bool:
+        """Whether the options that ``model`` is or will be compiled with say that the caller reads the loss alone."""
+        session = session_of(compiled_module(model))
+        return (self._config if session is None else session.config).loss_only
+
     def follow(self, step: int) -> None:
         """Take note, after training step ``step``, of a plan that was made in it."""
         plan, seen = self.plan, self._seen

@@ -8,11 +8,13 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gact_fx.errors import UsageError
 from gact_fx.integrations.compression import Compression
 from gact_fx.plan import Plan
 
 log = logging.getLogger("gact_fx")
 PLAN_FILE = "gact_fx_plan.json"
+_WHO = "gact_fx.integrations.GactTrainerCallback"
 
 
 class GactTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -36,7 +38,8 @@ class GactTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         options: those of :func:`gact_fx.compile`.
 
     Raises:
-        ValueError: an option that does not exist, is out of range, or contradicts another one.
+        ValueError: an option that does not exist, is out of range, or contradicts another one. When training begins:
+            ``loss_only=True`` beside ``label_smoothing_factor``, for which the Trainer reads the logits.
     """
 
     def __init__(
@@ -46,12 +49,17 @@ class GactTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         checkpoint: str | Path | None = None,
         **options: Any,
     ) -> None:
-        self._compression = Compression("gact_fx.integrations.GactTrainerCallback", options)
+        self._compression = Compression(_WHO, options)
         self._log = log
         self._checkpoint = checkpoint
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compile the model, with the plan of the checkpoint that training is resumed from."""
+        if self._compression.loss_only(kwargs["model"]) and args.label_smoothing_factor:
+            raise UsageError(
+                f"{_WHO}: loss_only=True promises that nobody reads the logits, and the Trainer computes its loss from "
+                f"them, got label_smoothing_factor={args.label_smoothing_factor:g}; leave one out"
+            )
         told = [entry["gact_fx/plan_step"] for entry in state.log_history if "gact_fx/plan_step" in entry]
         resumed = self._resumed(args, state) if state.global_step else None
         self._compression.begin(kwargs["model"], resumed, told[-1] if told else 0)
