@@ -29,16 +29,26 @@ def bert() -> Any:
     return transformers.BertForSequenceClassification(transformers.BertConfig(**BERT))
 
 
+def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+    """Rows of 32 tokens; the label says whether there are more ones than twos."""
+    tokens = torch.randint(0, 8, (count, 32), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": ((row == 1).sum() > (row == 2).sum()).long()} for row in tokens]
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    right = torch.as_tensor(prediction.predictions).argmax(-1) == torch.as_tensor(prediction.label_ids)
+    return {"accuracy": right.float().mean().item()}
+
+
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Any:
     """A Trainer of ``transformers`` for four steps on the CPU."""
+    transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-    example = pytest.importorskip("train_with_hf_trainer")
-    arguments = example.TrainingArguments(
+    arguments = transformers.TrainingArguments(
         str(folder), max_steps=4, per_device_train_batch_size=16, learning_rate=1e-2, report_to=[], logging_steps=1,
         save_strategy="no", disable_tqdm=True, use_cpu=True, **options,
     )  # fmt: skip
-    data = example.Rows(128, 1)
-    return example.Trainer(model, arguments, train_dataset=data, compute_metrics=example.accuracy)
+    return transformers.Trainer(model, arguments, train_dataset=rows(128, 1), compute_metrics=accuracy)
 
 
 def losses(trainer: Any) -> list[float]:
@@ -58,11 +68,11 @@ def test_trainer_of_a_compiled_model(options: dict[str, Any], tmp_path: Path) ->
     report = gact_fx.inspect(model)
     assert report.ratio > 2 and len(report.graphs) == 1
 
-    rows = pytest.importorskip("train_with_hf_trainer").Rows(32, 2)
-    evaluated = found.evaluate(rows)["eval_loss"]
+    others = rows(32, 2)
+    evaluated = found.evaluate(others)["eval_loss"]
     found.save_model(str(tmp_path / "model"))
     loaded = type(model).from_pretrained(tmp_path / "model")
-    assert trainer(loaded, tmp_path, **options).evaluate(rows)["eval_loss"] == pytest.approx(evaluated, rel=1e-3)
+    assert trainer(loaded, tmp_path, **options).evaluate(others)["eval_loss"] == pytest.approx(evaluated, rel=1e-3)
     assert all(torch.equal(p, loaded.state_dict()[name]) for name, p in model.state_dict().items())
 
 
@@ -152,13 +162,6 @@ def test_generation_is_that_of_the_model_uncompiled() -> None:
     wanted = model.generate(tokens, **options)
     gact_fx.compile(model.train(), inner="eager", sample_batches=[{"input_ids": tokens, "labels": tokens}])
     assert torch.equal(model.eval().generate(tokens, **options), wanted)
-
-
-def test_lightning() -> None:
-    pytest.importorskip("lightning")
-    pytest.importorskip("sklearn")
-    accuracy, report = pytest.importorskip("train_with_lightning").train(epochs=1, inner="eager")
-    assert accuracy > 0.9 and report.ratio > 5
 
 
 def test_a_lightning_module_itself() -> None:

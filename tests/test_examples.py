@@ -1,10 +1,14 @@
 """The examples, briefly: they run, learn, and hold less."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from gact_fx.passes import split_cross_entropy
 
 train_digits = pytest.importorskip("train_digits", reason="needs scikit-learn and matplotlib")
 comparison = pytest.importorskip("comparison", reason="needs matplotlib")
@@ -47,3 +51,34 @@ def test_quickstart() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "examples" / "quickstart.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "held for backward:" in done.stdout
+
+
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The linear layers whose logits are returned as NaN from now on."""
+    found: list[Any] = []
+    empty = split_cross_entropy._return_nothing
+
+    def watched(graph: Any, linear: Any) -> None:
+        found.append(linear)
+        empty(graph, linear)
+
+    monkeypatch.setattr(split_cross_entropy, "_return_nothing", watched)
+    return found
+
+
+@pytest.mark.slow
+def test_a_language_model_of_transformers(emptied: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+    with caplog.at_level("WARNING", "gact_fx"):
+        loss, report = importlib.import_module("train_with_hf_trainer").train(inner="eager")
+    # Guessing among the tokens that occur has 6.2.
+    assert loss < 1 and report.ratio > 5 and emptied and not caplog.text
+
+
+@pytest.mark.slow
+def test_a_language_model_in_lightning(emptied: list[Any]) -> None:
+    pytest.importorskip("lightning")
+    accuracy, report = importlib.import_module("train_with_lightning").train(steps=20, inner="eager")
+    assert accuracy > 0.2 and report.ratio > 5 and emptied
