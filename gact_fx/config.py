@@ -99,8 +99,7 @@ class Config:
         split_loss: compute a linear layer and the cross-entropy behind it in pieces, where the logits in between would
             have four million elements or more. Backward then computes the layer's product once more.
         loss_only: a promise that the caller reads the loss alone. Logits that ``split_loss`` splits are then never
-            there whole, also where the model returns them: the returned logits are NaN and have no gradient. Without
-            gradients, as under ``torch.no_grad()``, logits are not split and are real.
+            there whole: returned ones are NaN, without a gradient. Under ``torch.no_grad()`` they are real.
         inner: compiler of the rewritten graphs: ``"inductor"``, or ``"eager"``, which needs no C++ compiler at run
             time.
         fuse: spell compression and decompression out for Inductor to fuse with their neighbours (``"on"``), or call the
