@@ -113,7 +113,7 @@ def _note(session: Session, rows: Sequence[Row]) -> str:
     if session.plan is None and not session.lifecycle.was_called:
         return (
             "no plan yet, since the compiled model was never called: run one training step, which is the sample, "
-            f"{_BY_CALL}"
+            f"{_BY_CALL}; gact_fx.estimate(model, batch) predicts memory before that"
         )
     if session.plan is None:
         return (
