@@ -174,9 +174,10 @@ def _is_written(head: Head, rows: fx.Node) -> bool:
 
     Dynamo's graph has writes in place, after which the same node stands for another value.
     """
-    nodes = [rows]
-    while nodes[-1] is not head.linear:
-        nodes.append(source_of(nodes[-1]))  # type: ignore[arg-type]
+    nodes, node = [rows], source_of(rows)
+    while node is not None and nodes[-1] is not head.linear:
+        nodes.append(node)
+        node = source_of(node)
     given = [*head.linear.all_input_nodes, *([] if head.scaling.bias is None else [head.scaling.bias])]
     shared = {storage_key(value(node)) for node in (*nodes, *given)}
 

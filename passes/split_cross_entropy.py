@@ -2,9 +2,8 @@
 
 Before AOTAutograd differentiates a graph, the calls in it are those of the model's code. Where a cross-entropy reads a
 linear layer by nothing but casts, views and slices of rows, as the heads of language models do, it becomes
-`gact_fx.graphs.linear_cross_entropy` of the rows that the layer reads. Logits may be scaled or capped before
-(`scaled_logits`). So does ``logsumexp`` of the same logits, which
-a z-loss squares.
+`gact_fx.graphs.linear_cross_entropy` of the rows that the layer reads. So does ``logsumexp`` of the same logits, which
+a z-loss squares. The model may scale or cap its logits in between (`scaled_logits`).
 
 Logits that the model returns beside its loss are computed, once, and returned as they are: without a gradient, since
 autograd would make one as large as they are, of zeros, where nobody uses it. `gact_fx.graphs.late_product` gives them

@@ -67,7 +67,7 @@ def logits_text(report: Contents) -> list[tuple[str, str]]:
     """What logits cost that the model returns, or that are never there whole."""
     whole, avoided, lines = report.logits.whole, report.logits.avoided, []
     if whole:
-        remedy = "if you read the loss alone, loss_only=True avoids this"
+        remedy = "if you read the loss alone, loss_only=True avoids those that are only returned"
         lines.append(f"{megabytes(whole)} MB, since the model returns or reads them; {remedy}")
     if avoided:
         lines.append(f"{megabytes(avoided)} MB are never in memory: the loss reads some classes at a time")

@@ -13,6 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gact_fx.graphs.linear_cross_entropy import scale_, slope_at
+
 
 @dataclass(frozen=True)
 class LateProduct:
@@ -67,12 +69,13 @@ class _Late(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
+        result = gradient
         if ctx.cap:
             # Computed again: the result itself would live as long as this may be asked for.
             before = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-            slope = 1 - before.to(gradient.dtype).mul_(ctx.scale).tanh_().square_()
-            gradient = gradient * slope.mul_(ctx.cap)
-        gradient = gradient * ctx.scale if ctx.scale != 1 else gradient
+            result = scale_(before.to(gradient.dtype), ctx.scale, ctx.cap)
+        slope = slope_at(result, ctx.scale, ctx.cap)
+        gradient = gradient if slope is None else gradient * slope
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_hidden = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:

@@ -75,7 +75,7 @@ def linear_cross_entropy(
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in _slabs(hidden, weight, bias, real, logits):
         if logits is None:
-            _scale_(slab.real, scale, cap)
+            scale_(slab.real, scale, cap)
         inside, index = _places(row_target, slab)
         at_target = torch.where(inside, slab.real.gather(1, index)[:, 0], at_target)
         if label_smoothing:
@@ -115,15 +115,15 @@ def linear_cross_entropy_backward(
     of_hidden, of_weight, of_bias = _empty_gradients(hidden, real, weight, bias, output_mask)
     of_hidden.zero_()
     for slab in _slabs(hidden, weight, bias, real):
-        _scale_(slab.real, scale, cap)
-        slope = scale if not cap else slab.real.square().mul_(-scale / cap).add_(scale * cap)
+        scale_(slab.real, scale, cap)
+        slope = slope_at(slab.real, scale, cap)
         change = slab.real.sub_(lse[:, None]).exp_().mul_(of_softmax[:, None])
         inside, index = _places(row_target, slab)
         change.scatter_add_(1, index, torch.where(inside, -at_target, 0)[:, None])
         if label_smoothing:
             parts = 1 if class_weight is None else class_weight[slab.classes].to(real)
             change.sub_(everywhere[:, None] * parts)
-        if cap or scale != 1:
+        if slope is not None:
             change.mul_(slope)
         if output_mask[2]:
             of_bias[slab.classes] = change.sum(0)
@@ -182,12 +182,18 @@ def _slabs(
         yield _Slab(classes, part, logits, real if known is not None else real.copy_(logits))
 
 
-def _scale_(x: Tensor, scale: float, cap: float) -> None:
-    """Make logits of the linear layer's result ``x``."""
+def scale_(x: Tensor, scale: float, cap: float) -> Tensor:
+    """Make logits of the linear layer's result ``x``, in its place."""
     if scale != 1:
         x.mul_(scale)
+    return x.tanh_().mul_(cap) if cap else x
+
+
+def slope_at(logits: Tensor, scale: float, cap: float) -> Tensor | float | None:
+    """By how much ``logits`` grow with the linear layer's result; None where they are that result."""
     if cap:
-        x.tanh_().mul_(cap)
+        return logits.square().mul_(-scale / cap).add_(scale * cap)
+    return scale if scale != 1 else None
 
 
 def _logsumexp_(x: Tensor) -> Tensor:

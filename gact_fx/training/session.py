@@ -141,7 +141,7 @@ class Session:
                 log.warning("%s: %s", self.title, why)
 
     def profile_unforeseen(self) -> None:
-        """Have the next step profiled if the plan lacks a graph that runs; at most three times, and never of a rank."""
+        """Have the next step profiled if the plan lacks a graph that runs; at most three times, and not among ranks."""
         is_free = self.lifecycle.state is State.PLANNED and not self._is_among_ranks
         runs = (graph for graph in self.graphs if graph.plan.fingerprint in self._running)
         if is_free and self._afterthoughts < MOST_AFTERTHOUGHTS and any(map(self.is_unforeseen, runs)):

@@ -349,17 +349,8 @@ def test_profiles_of_ranks_with_different_graphs() -> None:
     assert found["a"].tensors().sensitivities["x"].value == 3.0
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A group of this process alone."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("around", [False, True], ids=["inside", "around"])
-def test_inspection_looks_into_ddp(alone: None, around: bool) -> None:
+def test_inspection_looks_into_ddp(group_of_one: None, around: bool) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     net = Net()

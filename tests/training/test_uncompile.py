@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mixed, gradients, mixed_batch
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,17 +191,12 @@ def test_what_was_not_compiled(model: Callable[..., Any]) -> None:
         gact_fx.uncompile(model)
 
 
-def test_ddp_loses_its_hook() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined, unused-ignore]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
-        gact_fx.compile(model, inner="eager")
-        train(lambda x: model(x).sum(), torch.randn(64, 64), steps=3)
-        assert len(model._forward_pre_hooks) == 1 and session_of(model).plan is not None  # type: ignore[union-attr]
-        gact_fx.uncompile(model)
-        assert not model._forward_pre_hooks and session_of(model) is None
-        assert model.module._compiled_call_impl is None
-        train(lambda x: model(x).sum(), torch.randn(64, 64))
-    finally:
-        dist.destroy_process_group()
+def test_ddp_loses_its_hook(group_of_one: None) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))
+    gact_fx.compile(model, inner="eager")
+    train(lambda x: model(x).sum(), torch.randn(64, 64), steps=3)
+    assert len(model._forward_pre_hooks) == 1 and session_of(model).plan is not None  # type: ignore[union-attr]
+    gact_fx.uncompile(model)
+    assert not model._forward_pre_hooks and session_of(model) is None
+    assert model.module._compiled_call_impl is None
+    train(lambda x: model(x).sum(), torch.randn(64, 64))
