@@ -37,6 +37,8 @@ def peak_bytes(loss_of: Callable[[], torch.Tensor], device: str = "cpu") -> Peak
         return _on_cuda(loss_of)
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    # Garbage in cycles that Python finds during the step would be taken off what the step allocates.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         loss = loss_of()
         with record_function(_MARK):
@@ -63,6 +65,7 @@ def peak_bytes(loss_of: Callable[[], torch.Tensor], device: str = "cpu") -> Peak
 
 
 def _on_cuda(loss_of: Callable[[], torch.Tensor]) -> Peak:
+    gc.collect()
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
