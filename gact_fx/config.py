@@ -82,8 +82,8 @@ class Config:
         recompute: ``"auto"`` computes again in backward what is cheap (pointwise operators, views, casts, indexing,
             random numbers from their seeds) instead of storing it; ``"off"`` leaves that to torch.compile's own rules;
             ``"full"`` also computes matrix products and attention again, cheapest seconds per byte first, as far as
-            ``budget_bytes`` asks for, or each that needs no other one. Under
-            ``budget_bytes`` none where that would raise the peak of a step.
+            ``budget_bytes`` asks for, or each that needs no other one, but none that would raise the peak of a
+            step.
         rounding: ``"auto"`` takes for each tensor the rounding with the least error: ``"stochastic"``; ``"dither"``,
             with half the variance on values that spread over their group's range; or, in budgets of bytes or of up to 3
             bits, ``"rotated"``, with a fifth (1 bit) to four fifths (4 bits) of dither's variance, which takes longer.

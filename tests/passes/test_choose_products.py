@@ -9,7 +9,7 @@ from torch import nn
 import gact_fx
 from gact_fx.config import Config
 from gact_fx.graphs.aot import GraphPair, JointGraph
-from gact_fx.passes.choose_products import choose_products, usual_peak
+from gact_fx.passes.choose_products import USUAL_BITS, choose_products, usual_memory
 from gact_fx.passes.graph_analysis import GraphAnalysis
 from gact_fx.passes.pipeline import Context
 
@@ -42,12 +42,12 @@ def test_no_product_is_rebuilt_from_another_that_is(trace: Trace) -> None:
 
 def test_no_more_than_the_budget_asks_for(trace: Trace) -> None:
     pair, _ = chosen_of(trace)
-    usual = usual_peak(pair, analyze(pair), fused=True)
+    usual = usual_memory(pair, analyze(pair), USUAL_BITS, fused=True).activations
     assert chosen_of(trace, usual)[1] == frozenset()
     assert len(chosen_of(trace, usual - 1)[1]) == 1
 
 
-def test_under_a_budget_in_bytes_no_product_where_that_raises_the_peak(trace: Trace) -> None:
+def test_no_product_where_that_raises_the_peak(trace: Trace) -> None:
     pair = trace(Deep(), torch.randn(64, 64), recompute="auto", inner="inductor")
     wider = trace(Deep(), torch.randn(192, 64), recompute="auto", inner="inductor")
     graph = JointGraph(pair.forward, (), lambda index: False, 0)
@@ -60,7 +60,7 @@ def test_under_a_budget_in_bytes_no_product_where_that_raises_the_peak(trace: Tr
         return choose_products(graph, Context(Config(budget_bytes=budget_bytes), try_cut=cut))
 
     assert chosen(1, pair) and not chosen(1, wider)
-    assert chosen(None, pair) and chosen(None, wider)
+    assert chosen(None, pair) and not chosen(None, wider)
 
 
 @pytest.mark.parametrize("inner", ["inductor", "eager"])
@@ -78,6 +78,21 @@ def test_full_recomputation_holds_less_and_keeps_the_gradient(inner: str) -> Non
         assert relative_error(gradients(model), gradients(reference)) < 0.02
         held[recompute] = gact_fx.inspect(model).bytes_after
     assert held["full"] < 0.85 * held["auto"]
+
+
+def test_products_that_would_raise_the_peak_are_left_out_and_no_others() -> None:
+    held, peaks = {}, {}
+    for recompute in ("auto", "full"):
+        model, batch = Mixed(), mixed_batch(32)
+        gact_fx.compile(model, budget_bits=4, recompute=recompute, inner="eager", sample_batches=[batch])
+        model(*batch).backward()
+        model.zero_grad(set_to_none=True)
+        with gact_fx.measure_peak(model) as peak:
+            model(*batch).backward()
+        assert peak.nbytes is not None
+        held[recompute], peaks[recompute] = gact_fx.inspect(model).bytes_after, peak.nbytes
+    assert held["full"] < held["auto"]
+    assert peaks["full"] <= peaks["auto"]
 
 
 @pytest.mark.slow
