@@ -113,15 +113,10 @@ class Session:
         return graph
 
     def is_unforeseen(self, graph: RewrittenGraph) -> bool:
-        """Whether the plan was made without ``graph``.
-
-        Where sizes vary, a graph much like one that the plan was made with is taken for the same, traced anew.
-        """
+        """Whether the plan was made without ``graph``."""
         if self.plan is None or self.plan_was_given or not graph.analysis.quantized():
             return False
-        varies = any(tensor.dynamic for tensor in graph.analysis.saved)
-        is_known = self.plan.graph(graph.plan.fingerprint) is not None
-        return not is_known and not (varies and self.plan.nearest(graph.analysis.saved) is not None)
+        return self.plan.graph(graph.plan.fingerprint) is None
 
     def runs_backward(self, graph: RewrittenGraph) -> None:
         """Take note that a graph runs backward by the plan; one that is unforeseen has the next step profiled."""

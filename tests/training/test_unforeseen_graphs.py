@@ -73,8 +73,9 @@ def test_what_the_first_call_left_compiled_is_not_what_a_plan_runs() -> None:
     assert has_plans_for_all(model)
 
 
-def test_profiled_in_evaluation_and_then_trained() -> None:
-    model = gact_fx.compile(Net().eval(), inner="eager")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_profiled_in_evaluation_and_then_trained(dynamic: bool | None) -> None:
+    model = gact_fx.compile(Net().eval(), inner="eager", dynamic=dynamic)
     steps(model, 2)
     assert has_plans_for_all(model)
     model.train()
@@ -103,10 +104,25 @@ def test_among_ranks_the_report_tells_of_graphs_without_a_plan() -> None:
     assert "the plan was made without graph" in warning
 
 
-def test_profiled_frozen_and_then_trained() -> None:
+def test_batches_of_other_sizes_are_no_reason_to_profile_again() -> None:
+    """While a model changes from evaluation to training its batches may vary, too."""
+    model = gact_fx.compile(Net().eval(), inner="eager")
+    for rows in (64, 48, 80):
+        model(X.repeat(2, 1)[:rows]).backward()
+    session = session_of(model)
+    assert session is not None and session._afterthoughts == 0
+    model.train()
+    for rows in (64, 32, 56, 96):
+        model(X.repeat(2, 1)[:rows]).backward()
+    assert session._afterthoughts == 1 and has_plans_for_all(model)
+    assert any(tensor.dynamic for graph in session.graphs for tensor in graph.analysis.saved)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_profiled_frozen_and_then_trained(dynamic: bool | None) -> None:
     net = Net()
     net.first.requires_grad_(False)
-    model = gact_fx.compile(net, inner="eager")
+    model = gact_fx.compile(net, inner="eager", dynamic=dynamic)
     steps(model, 2)
     net.first.requires_grad_(True)
     steps(model, 3)
