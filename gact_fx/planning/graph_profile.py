@@ -1,6 +1,6 @@
 """What profiling found out about one graph: sensitivities, from any number of steps and ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from gact_fx.graphs.step_memory import NOTHING, PairMemory
@@ -45,9 +45,17 @@ class GraphProfile:
         return GraphTensors(key, self.analysis, means, self.runs, self.excess, self.correction)
 
 
-def merged(several: Sequence[Mapping[str, GraphProfile]]) -> dict[str, GraphProfile]:
+Profiles = dict[str, GraphProfile]
+
+
+def completed(profiles: Profiles, known: Profiles, running: Set[str]) -> Profiles:
+    """``profiles`` of one step, and those ``known`` before of other graphs that are ``running`` in other steps."""
+    return {key: known[key] for key in known if key in running and key not in profiles} | profiles
+
+
+def merged(several: Sequence[Mapping[str, GraphProfile]]) -> Profiles:
     """The profiles of several ranks as one: what each measured of a graph counts alike."""
-    found: dict[str, GraphProfile] = {}
+    found: Profiles = {}
     for profiles in several:
         for key, profile in profiles.items():
             known = found.setdefault(key, replace(profile, found={}, runs=1, excess={}))

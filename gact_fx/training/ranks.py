@@ -5,13 +5,19 @@ come by: before a forward pass of the whole model that synchronises gradients. T
 happened on it (a NaN, a graph of another size, passes of its own outside of DDP); an agreement is due before every one
 until there is a plan, and then after every step that is profiled again. Rounding noise depends on the values that are
 rounded, so it is independent from rank to rank although the plan, with its seeds, is the same.
+
+Whether a graph runs that the plan was made without is known to the rank that runs it alone. The ranks tell each other
+where all of them have reason to: in the step after the first one by a plan, and after the first step in which the model
+has other modes (training or evaluation, what has a gradient), which all ranks set alike. Telling each other in every
+step would cost time, and have a rank wait for ever whose loop has one step more than the others' have.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,9 +27,13 @@ from torch.utils.hooks import RemovableHandle
 
 from gact_fx.errors import StepError
 from gact_fx.graphs.dynamo import active_ddp
-from gact_fx.training.sample import Sample
+from gact_fx.planning.graph_profile import completed, merged
+from gact_fx.training.sample import Sample, mean_of_known, running_of
 from gact_fx.training.session import Session, log
 
+T = TypeVar("T")
+# Which modules are in training mode, none of which may be, and which parameters have a gradient.
+Modes = tuple[tuple[bool, ...], tuple[bool, ...]]
 # Until it is said that other ranks are waited for, and until they are given up (PyTorch's own default for gloo).
 SECONDS_IN_SILENCE = 60.0
 TIMEOUT = timedelta(minutes=30)
@@ -47,6 +57,9 @@ class Ranks:
         # Since there is the present plan, with the present one.
         self._steps = 0
         self._is_over = False
+        # What is due before the next step: to agree on a plan; or to tell each other which graphs run.
+        self._meets_next = self._tells_next = False
+        self._known_modes: set[Modes] = set()
 
     def before_call(self) -> None:
         """Watch the DDP module that the model is or is in, or meet here where the model is sharded.
@@ -98,20 +111,52 @@ class Ranks:
         self._steps += 1
         every = session.config.profile_every
         is_due = session.plan is None or (every is not None and self._steps % max(every, 2) == 1)
-        if is_first or (is_due and not self._is_over):
+        if is_first or ((is_due or self._meets_next) and not self._is_over):
             self._meet(is_first)
+        elif self._tells_next:
+            self._tells_next = False
+            self._profile_lacking(frozenset[str]().union(*self._gather(session.running())))
+        if session.plan is not None:
+            self._note_modes()
+
+    def _note_modes(self) -> None:
+        """Have the ranks tell each other which graphs run if the step that begins is the first one in these modes.
+
+        That all is in evaluation mode says nothing: it may be one rank that evaluates the model with gradients.
+        """
+        modules = [within for module in self._modules for within in module.modules()]
+        training = tuple(module.training for module in modules)
+        wanted = tuple(p.requires_grad for module in self._modules for p in module.parameters())
+        modes = (training if any(training) else (), wanted)
+        self._tells_next |= modes not in self._known_modes
+        self._known_modes |= {modes, ((), wanted)}
+
+    def _profile_lacking(self, running: frozenset[str]) -> None:
+        """Profile this step if the plan lacks any of the graphs that are ``running`` on some rank."""
+        if self._session.profile_lacking(running):
+            self._meets_next, self._steps = True, 0
+
+    def _begin_plan(self) -> None:
+        """This is the first step by a plan."""
+        self._steps, self._tells_next = 1, True
+        self._known_modes.clear()
 
     def _meet(self, is_first: bool) -> None:
         session = self._session
+        self._meets_next = self._tells_next = False
+        # What was recorded of the last step may wait for the next call.
+        session.settle()
         samples = self._gather(session.sample(is_first))
         missing = [rank for rank, sample in enumerate(samples) if not sample.profiles]
-        plans = [sample.plan for sample in samples if sample.plan is not None]
+        given = [sample for sample in samples if sample.plan is not None]
         if not missing:
-            if session.plan_together(samples, is_first):
-                self._steps = 1
-        elif plans:
-            session.adopt(plans[0])
-            self._steps = 1
+            if _plan_together(session, samples, is_first):
+                self._begin_plan()
+        elif given:
+            assert given[0].plan is not None
+            session.adopt(given[0].plan)
+            session.planned_from = given[0].profiles, given[0].eager
+            self._begin_plan()
         elif any(sample.has_failed for sample in samples):
             self._is_over = True
             session.lifecycle.failed()
@@ -120,8 +165,9 @@ class Ranks:
                 "%s: rank %s could not profile its step; the next one is profiled instead",
                 session.title, ", ".join(map(str, missing)),
             )  # fmt: skip
+        self._profile_lacking(running_of(samples))
 
-    def _gather(self, mine: Sample) -> list[Sample]:
+    def _gather(self, mine: T) -> list[T]:
         """What all ranks bring, in their order."""
         assert self._group is not None
         found: list[Any] = [None] * dist.get_world_size(self._group)
@@ -141,6 +187,24 @@ class Ranks:
         finally:
             timer.cancel()
         return found
+
+
+def _plan_together(session: Session, samples: Sequence[Sample], is_first: bool) -> bool:
+    """Make the plan from what all ranks bring, the same on all of them; False where the plan there is stays."""
+    session.minibatch_variance = mean_of_known([s.minibatch_variance for s in samples])
+    session.squared_norm = mean_of_known([s.squared_norm for s in samples])
+    asked = next((s.max_gradient_noise for s in samples if s.max_gradient_noise is not None), None)
+    is_known = session.minibatch_variance is not None
+    session.config = replace(session.config, max_gradient_noise=asked if is_known else None)
+    session.profiles = merged([sample.profiles for sample in samples])
+    if is_first:
+        # Plans that the ranks made apart are nothing to compare with.
+        session.plan = None
+    else:
+        # Not every graph runs in every step, nor on every rank.
+        session.profiles = completed(session.profiles, session.planned_from[0], running_of(samples))
+    # The budget has to do on the rank whose eager regions hold most.
+    return session.make_plan(max((sample.eager for sample in samples), key=lambda eager: eager.held))
 
 
 def _is_ddp(module: object) -> bool:

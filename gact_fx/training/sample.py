@@ -25,3 +25,10 @@ class Sample:
     max_gradient_noise: float | None
     plan: Plan | None
     has_failed: bool
+    # The fingerprints of the graphs that run by a plan that this rank has not been given.
+    running: frozenset[str] = frozenset()
+
+
+def running_of(samples: Sequence[Sample]) -> frozenset[str]:
+    """The graphs that run on any rank."""
+    return frozenset[str]().union(*(sample.running for sample in samples))

@@ -17,7 +17,7 @@ from gact_fx.passes.pipeline import Context, Pass
 from gact_fx.plan import GraphPlan, Plan, graph_fingerprint
 from gact_fx.planning.budget import GraphTensors, is_better
 from gact_fx.planning.choose_step_plan import choose_step_plan, why_above_budget
-from gact_fx.planning.graph_profile import GraphProfile, merged
+from gact_fx.planning.graph_profile import GraphProfile, completed, merged
 from gact_fx.profiling.measure_step import measure_step
 from gact_fx.profiling.recorder import Recordings
 from gact_fx.profiling.tape import Step
@@ -26,7 +26,7 @@ from gact_fx.training.lifecycle import Lifecycle, State
 from gact_fx.training.progress import profiling_bar, say, say_planned, sizes
 from gact_fx.training.rewrite import RewrittenGraph, graph_plan, profiling_plan, rewrite
 from gact_fx.training.run_counts import RunCounts
-from gact_fx.training.sample import Sample, mean_of_known
+from gact_fx.training.sample import Sample
 
 log = logging.getLogger("gact_fx")
 # Steps that are profiled because the plan was made without a graph that they run.
@@ -136,15 +136,26 @@ class Session:
                 log.warning("%s: %s", self.title, why)
 
     def profile_unforeseen(self) -> None:
-        """Have the next step profiled if the plan lacks a graph that runs; at most three times, and not among ranks."""
-        is_free = self.lifecycle.state is State.PLANNED and not self._is_among_ranks
-        runs = (graph for graph in self.graphs if graph.plan.fingerprint in self._running)
-        if is_free and self._afterthoughts < MOST_AFTERTHOUGHTS and any(map(self.is_unforeseen, runs)):
-            self._afterthoughts += 1
-            # Traced with rows that vary, it was another graph.
-            self.profiles_few_rows = False
-            say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
-            self.profile_next()
+        """Have the next step profiled if the plan lacks a graph that runs; among ranks that is for all to decide."""
+        if self.lifecycle.state is State.PLANNED and not self._is_among_ranks:
+            self.profile_lacking(self.running())
+
+    def running(self) -> frozenset[str]:
+        """The fingerprints of the graphs that run by a plan that was not given, and have something to compress."""
+        graphs = () if self.plan_was_given else self.graphs
+        return frozenset(g.plan.fingerprint for g in graphs if g.analysis.quantized()) & self._running
+
+    def profile_lacking(self, running: frozenset[str]) -> bool:
+        """Whether the plan lacks any of these graphs, so that the next step is profiled; at most three times."""
+        known = {graph.fingerprint for graph in self.plan.graphs} if self.plan is not None else running
+        if running <= known or self._afterthoughts == MOST_AFTERTHOUGHTS:
+            return False
+        self._afterthoughts += 1
+        # Traced with rows that vary, it was another graph.
+        self.profiles_few_rows = False
+        say(f"{self.title}: the plan was made without a graph that runs now; the next step is profiled")
+        self.profile_next()
+        return True
 
     def measure(self, steps: Sequence[Step], bar: Any = None) -> MeasuredStep | None:
         """Add the sensitivities of one training step to the profiles; None where its gradients are not finite."""
@@ -211,9 +222,8 @@ class Session:
                 return
             if not self._is_among_ranks:
                 # Not every graph runs in every step. What all ranks together know is not one rank's to bring again.
-                others = self._running - self.profiles.keys()
+                self.profiles = completed(self.profiles, known, self._running)
                 self._running |= self.profiles.keys()
-                self.profiles = {key: known[key] for key in known if key in others} | self.profiles
             self.check(measured)
             self._has_sample = True
             if not self._is_among_ranks:
@@ -230,24 +240,13 @@ class Session:
     def sample(self, is_first: bool) -> Sample:
         """What this rank brings to a meeting of all; from the first one on, none plans on its own."""
         self._is_among_ranks = True
+        # All are to count alike.
+        self._afterthoughts *= not is_first
         return Sample(
             self.profiles if is_first or self._has_sample else {}, self.eager_bytes(),
             self.minibatch_variance, self.squared_norm, self.config.max_gradient_noise,
-            self.plan if is_first else None, self.lifecycle.state is State.FAILED,
+            self.plan if is_first else None, self.lifecycle.state is State.FAILED, self.running(),
         )  # fmt: skip
-
-    def plan_together(self, samples: Sequence[Sample], is_first: bool) -> bool:
-        """Make the plan from what all ranks bring, the same on all of them; False where the plan there is stays."""
-        self.minibatch_variance = mean_of_known([s.minibatch_variance for s in samples])
-        self.squared_norm = mean_of_known([s.squared_norm for s in samples])
-        asked = next((s.max_gradient_noise for s in samples if s.max_gradient_noise is not None), None)
-        self.config = replace(self.config, max_gradient_noise=asked if self.minibatch_variance is not None else None)
-        self.profiles = merged([sample.profiles for sample in samples])
-        if is_first:
-            # Plans that the ranks made apart are nothing to compare with.
-            self.plan = None
-        # The budget has to do on the rank whose eager regions hold most.
-        return self.make_plan(max((sample.eager for sample in samples), key=lambda eager: eager.held))
 
     def make_plan(self, eager: EagerBytes | None = None) -> bool:
         """Allocate bits over all profiled graphs together and run the plan; False where the one there is does as well.

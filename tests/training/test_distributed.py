@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from gact_fx.training.session import Session
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 OPTIONS: dict[str, Any] = {"inner": "eager", "budget_bits": 6, "min_elements": 64}
+Scenario = Callable[[int], dict[str, Any]]
 
 
 class Block(nn.Module):
@@ -257,17 +258,17 @@ def uneven(rank: int) -> dict[str, Any]:
     return {**twins.result(), "held": held, "eager": net._gact_fx_session.eager_bytes().held}  # type: ignore[union-attr, operator]
 
 
-SCENARIOS: list[Callable[[int], dict[str, Any]]] = [
+SCENARIOS: list[Scenario] = [
     inside, early, around, again, buckets, failing, sharded, sharded_and_checkpointed, uneven,
 ]  # fmt: skip
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, port: int, folder: str, scenarios: list[Scenario]) -> None:
     torch.set_num_threads(1)
     logging.getLogger("gact_fx").setLevel(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     results = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         torch.manual_seed(0)
         torch._dynamo.reset()
         results[scenario.__name__] = scenario(rank)
@@ -275,15 +276,18 @@ def work(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def run_ranks(scenarios: list[Scenario], folder: Path) -> list[dict[str, Any]]:
     """What the scenarios found, by rank; in one pair of processes, which takes seconds to start."""
-    folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(work, (port, str(folder)), 2)  # type: ignore[attr-defined, no-untyped-call]
-    yield [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    multiprocessing.spawn(work, (port, str(folder), scenarios), 2)  # type: ignore[attr-defined, no-untyped-call]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(SCENARIOS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
