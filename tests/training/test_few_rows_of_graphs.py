@@ -19,7 +19,7 @@ from gact_fx.profiling.tape import Step
 from gact_fx.training import row_tracing
 from gact_fx.training.session import Session
 
-ROWS, LENGTH, WIDTH = 64, 16, 32
+ROWS, LENGTH, WIDTH, BATCHES = 64, 16, 32, 4
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="with torch 2.11 sizes vary in the first graph alone, and 2.12 was not tried"
 )
@@ -88,13 +88,18 @@ class Broken(nn.Module):
         return getattr(losses, self.reduce)() if self.reduce else losses
 
 
-def variance_of(model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
+def variance_of(model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], seed: int = 1) -> float:
     gact_fx.compile(model, inner="eager", min_elements=64)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     loss_of(model(2 * torch.randn(ROWS, LENGTH, WIDTH))).backward()
     plan = gact_fx.inspect(model).plan
     assert plan is not None and plan.variance is not None
     return plan.variance
+
+
+def mean_variance(reduce: str, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """That of some batches: found on one of them, it differs by a tenth from processor to processor."""
+    return sum(variance_of(Broken(reduce), loss_of, seed) for seed in range(BATCHES)) / BATCHES
 
 
 @pytest.mark.parametrize(
@@ -103,10 +108,10 @@ def variance_of(model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor
 def test_the_variance_is_that_of_the_whole_batch(name: str, cut: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a mean inside counts each of a few rows for more, and the tangents of other graphs do not."""
     reduce, loss_of = LOSSES[name]
-    few = variance_of(Broken(reduce), loss_of)
-    assert cut == [3]
+    few = mean_variance(reduce, loss_of)
+    assert cut == [3] * BATCHES
     monkeypatch.setattr(few_rows, "ENOUGH_NBYTES", 2**30)
-    assert few == pytest.approx(variance_of(Broken(reduce), loss_of), rel=0.15) and len(cut) == 1
+    assert few == pytest.approx(mean_variance(reduce, loss_of), rel=0.15) and len(cut) == BATCHES
 
 
 @pytest.mark.parametrize("way", ["eager", "view", "flat", "rows last", "other rows", "sum of rows"])
