@@ -1,9 +1,12 @@
 """Autocast with and without a gradient scaler, and models of other precisions. The oracle is eager autograd."""
 
 import copy
+from collections.abc import Callable
+from math import hypot
 
 import pytest
 import torch
+from activation_bytes import activation_bytes
 from conftest import relative_error
 from torch import nn
 from torch.nn import functional as F
@@ -97,6 +100,94 @@ def test_a_gradient_scaler_that_starts_too_high() -> None:
         reference.load_state_dict(model.state_dict())
     assert 2 < overflows < 20
     assert gact_fx.inspect(model).ratio > 1.5
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 256), nn.Linear(256, 256)
+        self.norm, self.c = nn.LayerNorm(256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.norm(F.gelu(self.b(torch.tanh(self.a(x))))))
+
+
+BATCHES = torch.randn(8, 256, 32, generator=torch.Generator().manual_seed(1))
+TARGET = torch.randn(256, 8, generator=torch.Generator().manual_seed(2))
+# What 8 bits cost this network in fp32, compiled by Inductor: 0.0049 to 0.0073 over eight steps.
+NOISE = 0.0073
+
+
+def trained(model: nn.Module, x: torch.Tensor, autocast: torch.dtype | None) -> tuple[torch.Tensor, int]:
+    """The loss, and the bytes that are held for its backward."""
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        out = model(x)
+    loss = (out.float() - TARGET).square().sum()
+    return loss, activation_bytes(loss, exclude=[*model.parameters(), x, TARGET])
+
+
+def assert_as_near_as_eager(ours: nn.Module, eager: nn.Module, x: torch.Tensor, exact: nn.Module) -> None:
+    """To the gradient of ``exact``, in fp32, beside the noise of the codes, which does not depend on rounding."""
+    trained(exact, x.float(), None)[0].backward()
+    error, rounding = (relative_error(gradients_of(each), gradients_of(exact)) for each in (ours, eager))
+    # 0.6 to 0.95 times as much was measured.
+    assert error < 1.1 * hypot(rounding, NOISE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_weights_of_16_bits_compiled_by_inductor(
+    dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    model, eager = Normed().to(dtype), Normed().to(dtype)
+    compiled(model, "inductor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-5)
+    for x in BATCHES[:5].to(dtype):
+        eager.load_state_dict(model.state_dict())
+        held = []
+        for each in (model, eager):
+            each.zero_grad()
+            loss, nbytes = trained(each, x, None)
+            held.append(nbytes)
+            loss.backward()
+        exact = copy.deepcopy(eager).float()
+        exact.zero_grad()
+        assert_as_near_as_eager(model, eager, x, exact)
+        optimizer.step()
+    record_property("held, of eager", held[1] / held[0])
+    # 3.8 was measured.
+    assert held[1] / held[0] > 3.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_a_gradient_scaler_with_inductor(dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+    """Steps with an infinity, the first one and one that runs by the plan, are skipped as in eager PyTorch."""
+    model, eager = Normed(), Normed()
+    compiled(model, "inductor")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=2e-5) for each in (model, eager)]
+    for step, x in enumerate(BATCHES):
+        eager.load_state_dict(model.state_dict())
+        exact, old = copy.deepcopy(eager), scalers[0].get_scale()
+        exact.zero_grad()
+        held = []
+        for each, scaler, optimizer in zip((model, eager), scalers, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss, nbytes = trained(each, x, dtype)
+            held.append(nbytes)
+            scaler.scale(loss * float("inf") if step in (0, 5) else loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        was_skipped = not all(gradient.isfinite().all() for gradient in gradients_of(model))
+        is_unchanged = all(map(torch.equal, model.parameters(), exact.parameters()))
+        assert was_skipped == is_unchanged == (step in (0, 5))
+        assert scalers[0].get_scale() == scalers[1].get_scale() == old / (1 + was_skipped)
+        if not was_skipped:
+            assert_as_near_as_eager(model, eager, x, exact)
+    assert gact_fx.inspect(model).plan is not None
+    record_property("held, of eager", held[1] / held[0])
+    # 4.9 was measured.
+    assert held[1] / held[0] > 4.6
 
 
 @pytest.mark.parametrize("affine", [True, False])
