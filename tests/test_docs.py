@@ -180,6 +180,23 @@ def test_readme_links_to_files_that_exist() -> None:
         assert targets and not missing, page
 
 
+def test_benchmarks_that_pages_name_exist_with_the_options_that_they_name() -> None:
+    named = [
+        (page.name, *match)
+        for page in PAGES
+        for match in re.findall(r"python benchmarks/(\w+\.py)((?: [\w.-]+)*)", page.read_text())
+    ]
+    missing = []
+    for page, name, arguments in named:
+        path = ROOT / "benchmarks" / name
+        text = path.read_text() if path.exists() else ""
+        missing += [
+            (page, name, word) for word in arguments.split() if word[:2] == "--" != word and f'"{word}"' not in text
+        ]
+        missing += [(page, name, "")] * (not text)
+    assert len(named) > 20 and not missing
+
+
 def warnings_of_the_code() -> Iterator[tuple[str, str]]:
     """Where a warning is, and the first longer part of it that is the same each time."""
     for path in sorted([*(ROOT / "gact_fx").rglob("*.py"), *(ROOT / "passes").glob("*.py")]):
