@@ -120,7 +120,7 @@ class _Walk:
         for node in reversed(self._nodes):
             if node in self._inlined:
                 at[node] = min((at[user] for user in node.users if user in at), default=at[node])
-        spans = [*self._spans(), *([] if self._fused else self._workspaces())]
+        spans = [*self._spans(), *self._workspaces()]
         return Lifetimes(self._nodes, spans, at, self._inlined)
 
     def _spans(self) -> list[Span]:
@@ -144,8 +144,12 @@ class _Walk:
         ]
 
     def _workspaces(self) -> list[Span]:
-        """What libraries have in memory for the length of a call."""
-        sizes = [(when, node, workspace_nbytes(node)) for when, node in enumerate(self._nodes)]
+        """What libraries have in memory for the length of a call.
+
+        Inductor has convolutions run in oneDNN's own layout, but for those whose layout is fixed.
+        """
+        calls = [(when, n) for when, n in enumerate(self._nodes) if not self._fused or is_gradient_apart(n)]
+        sizes = [(when, node, workspace_nbytes(node)) for when, node in calls]
         return [Span(-1 - when, node, when, when, nbytes, when, when) for when, node, nbytes in sizes if nbytes]
 
     def _find_reads(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -234,10 +238,15 @@ class _Walk:
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
 
 
+def is_gradient_apart(node: fx.Node) -> bool:
+    """Whether the gradient of a convolution's input is computed by itself."""
+    return str(node.target) == "gact_fx.convolution_gradient.default"
+
+
 def workspace_nbytes(node: fx.Node) -> int:
     """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
     is_backward = packet_of(node) is aten.convolution_backward
-    is_gradient = str(node.target) == "gact_fx.convolution_gradient.default"
+    is_gradient = is_gradient_apart(node)
     if not is_backward and not is_gradient and packet_of(node) is not aten.convolution:
         return 0
     values = [x.meta["val"] for x in (node.all_input_nodes[:2] if is_backward else (node.all_input_nodes[0], node))]

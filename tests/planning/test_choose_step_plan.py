@@ -1,8 +1,11 @@
 """``budget_bytes`` bounds the peak of activations."""
 
+import contextlib
 import copy
 import logging
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 import gact_fx
 from gact_fx.graphs.step_memory import Buffer, PairMemory
 from gact_fx.passes.graph_analysis import GraphAnalysis
+from gact_fx.planning import choose_step_plan
+from gact_fx.planning.choose_step_plan import SLACK, _limit
 from gact_fx.planning.graph_profile import GraphProfile, merged
 
 ROWS, WIDTH, DEPTH = 1024, 64, 12
@@ -54,6 +59,90 @@ def test_the_peak_keeps_to_the_budget_and_uses_it(activations: float, caplog: py
     # As much as the budget would let it hold, if that were all.
     assert report.bytes_after < 0.75 * budget
     assert "cannot be kept" not in caplog.text
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Attending(nn.Module):
+    """Two layers of a transformer that normalise first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def convolutions() -> nn.Module:
+    widths = [3, 16, 16, 32, 32]
+    return nn.Sequential(
+        *(
+            layer
+            for a, b in pairwise(widths)
+            for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+        ),
+        nn.AdaptiveAvgPool2d(1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "share", "amp"),
+    [
+        (Blocks, (1024, 128), 40, False),
+        pytest.param(Blocks, (1024, 128), 40, True, marks=pytest.mark.slow),
+        pytest.param(Attending, (16, 64, 64), 50, False, marks=pytest.mark.slow),
+        pytest.param(Attending, (16, 64, 64), 50, True, marks=pytest.mark.slow),
+        pytest.param(convolutions, (16, 3, 32, 32), 80, False, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_that_inductor_compiled_keep_to_the_budget(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    share: int,
+    amp: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[int] = []
+
+    def limit(*arguments: Any) -> int:
+        limits.append(_limit(*arguments))
+        return limits[-1]
+
+    monkeypatch.setattr(choose_step_plan, "_limit", limit)
+    model, x = make(), torch.randn(shape)
+    gact_fx.compile(model, inner="inductor", budget_bytes=f"{share}%")
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        with gact_fx.measure_peak(model) if step == 2 else contextlib.nullcontext() as peak:
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            del loss
+    report = gact_fx.inspect(model)
+    assert report.peak_activations is not None and report.gradients is not None
+    assert peak is not None and peak.nbytes is not None
+    budget = SLACK * limits[-1]
+    assert report.peak_activations <= budget and peak.nbytes <= budget + report.gradients
+    assert report.bytes_before > 1.5 * report.bytes_after and "budget" not in caplog.text
+    # oneDNN's copies of what a convolution's gradient reads and gives are predicted as well.
+    assert report.peak_predicted is not None and (amp or peak.nbytes < 1.1 * report.peak_predicted)
 
 
 @pytest.mark.parametrize("slack", [1.02, pytest.param(0.5, marks=pytest.mark.slow)])
