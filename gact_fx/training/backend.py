@@ -19,6 +19,7 @@ from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.graphs.late_product import LateProduct, with_late_products
+from gact_fx.graphs.regions import compile_parts, cut_at_regions
 from gact_fx.graphs.tensors import is_foreign
 from gact_fx.options import is_schedule
 from gact_fx.passes.split_cross_entropy import split_cross_entropy
@@ -59,7 +60,17 @@ class Backend:
         self._rows = rows
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        return self._compile(module, example_inputs, example_inputs)
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any], given: Sequence[Any]) -> Compiled:
+        """What runs ``module``; ``given`` is what the ``example_inputs`` stand for, where these are fake."""
         session = self.session
+        parts = cut_at_regions(module)
+        if parts:
+            if len({part.body for part in parts}) < len(parts):
+                # A step that runs a graph more than once is recorded whole.
+                session.profiles_few_rows = False
+            return compile_parts(module, parts, example_inputs, given, self._compile)
         if self._rows is not None and session.profiles_few_rows:
             self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
@@ -67,8 +78,8 @@ class Backend:
         key = GraphKey()
         late = self._split(module)
         # Asked now: what the compiled graph keeps alive must not hold a batch.
-        upstream = _inputs_with(partial(_is_upstream, session), module, example_inputs)
-        foreign = _inputs_with(is_foreign, module, example_inputs)
+        upstream = _inputs_with(partial(_is_upstream, session), module, given)
+        foreign = _inputs_with(is_foreign, module, given)
 
         def cut(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
