@@ -35,6 +35,17 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """How often one call of a model runs a graph, and whether all of these runs read the same parameters."""
+
+    calls: int = 1
+    are_tied: bool = True
+
+
+ONCE = Repeats()
+
+
+@dataclass(frozen=True)
 class GraphPair:
     """A partitioned forward and backward graph.
 
@@ -48,6 +59,7 @@ class GraphPair:
     num_user_outputs: int
     static_inputs: frozenset[str]
     upstream_inputs: frozenset[str]
+    repeats: Repeats = ONCE
 
     @property
     def forward_outputs(self) -> tuple[Any, ...]:
@@ -132,6 +144,7 @@ class JointGraph:
     static_lifetime_input_indices: Sequence[int] | None = None
     compiler: str = "inductor"
     foreign: Callable[[int], bool] = lambda index: False
+    repeats: Repeats = ONCE
 
     def copy(self) -> "JointGraph":
         """The same with a graph of its own."""
@@ -217,7 +230,10 @@ class JointGraph:
         inputs = forward.graph.find_nodes(op="placeholder")
         indices = {node.name: getattr(node.meta.get("desc"), "idx", None) for node in inputs}
         upstream = {name for name, index in indices.items() if isinstance(index, int) and self.upstream(index)}
-        return GraphPair(forward, backward, self.num_fwd_outputs, static_names, frozenset(upstream - static_names))
+        upstream -= static_names
+        return GraphPair(
+            forward, backward, self.num_fwd_outputs, static_names, frozenset(upstream), repeats=self.repeats
+        )
 
 
 def _read_copy(joint: fx.Graph, mutated: fx.Node) -> str:

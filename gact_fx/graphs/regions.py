@@ -9,7 +9,7 @@ which Dynamo calls a region; ``meta["example_value"]``, ``meta["tensor_dict"]``,
 regions that a backend gets as graphs of their own).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from gact_fx.graphs.aot import Repeats
 from gact_fx.graphs.compilers import Compiled
 from gact_fx.graphs.hooks import paused
 from gact_fx.graphs.tensors import is_foreign, storage_key
 from gact_fx.graphs.trees import tree_leaves
 
 _CALL = torch.ops.higher_order.invoke_subgraph
-_STATIC = "_dynamo_static_input_type"
-# (a part's graph, what it is compiled with, what that stands for) -> what runs it
-Compile = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], Compiled]
+# (a part's graph, what it is compiled with, what that stands for, how often it runs) -> what runs it
+Compile = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any], Repeats], Compiled]
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,16 @@ def cut_at_regions(module: fx.GraphModule) -> list[Part]:
 
 
 def compile_parts(
-    module: fx.GraphModule, parts: Sequence[Part], example_inputs: Sequence[Any], given: Sequence[Any], compile: Compile
+    module: fx.GraphModule,
+    parts: Sequence[Part],
+    example_inputs: Sequence[Any],
+    given: Sequence[Any],
+    repeats: Repeats,
+    compile: Compile,
 ) -> Compiled:
     """What runs ``parts`` of ``module`` one after another, each ``compile``d once for all that equal it.
 
-    ``given`` is what the ``example_inputs`` stand for.
+    ``given`` is what the ``example_inputs`` stand for, and ``repeats`` says how often ``module`` runs.
     """
     values = _fake_values(module, example_inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -76,14 +81,15 @@ def compile_parts(
     last |= {node: len(parts) for node in tree_leaves(results) if isinstance(node, fx.Node)}
     # What runs must not keep the graph, nor what it was traced with.
     slots = {node: slot for slot, node in enumerate(dict.fromkeys((*placeholders, *last)))}
+    keys = [_key(part, values, real) for part in parts]
     compiled: dict[Hashable, Compiled] = {}
     steps = []
-    for index, part in enumerate(parts):
-        inputs, originals = ([known[node] for node in part.inputs] for known in (values, real))
-        _describe(part.body, module, part.inputs)
-        key = part.body, _likeness(inputs, originals, part.body)
+    for index, (part, key) in enumerate(zip(parts, keys, strict=True)):
         if key not in compiled:
-            compiled[key] = compile(part.body, inputs, originals)
+            equal = [other for other, its in zip(parts, keys, strict=True) if its == key]
+            _describe(part.body, module, part.inputs)
+            inputs, originals = ([known[node] for node in part.inputs] for known in (values, real))
+            compiled[key] = compile(part.body, inputs, originals, _repeated(repeats, equal))
         dead = [slots[node] for node in part.inputs if last[node] == index]
         outputs = [None if node is None else slots.get(node) for node in part.outputs]
         steps.append((compiled[key], [slots[node] for node in part.inputs], outputs, dead))
@@ -190,19 +196,30 @@ def _describe(body: fx.GraphModule, module: fx.GraphModule, inputs: Sequence[fx.
         placeholder.meta["tensor_dict"] = source.meta.get("tensor_dict", {})
 
 
-def _likeness(inputs: Sequence[Any], originals: Sequence[Any], body: fx.GraphModule) -> Hashable:
-    """Equal for inputs for which the same code is compiled."""
+def _key(part: Part, values: Mapping[fx.Node, Any], real: Mapping[fx.Node, Any]) -> Hashable:
+    """Equal for parts for which the same code is compiled."""
     first: dict[int, int] = {}
-    found: list[Hashable] = []
-    for index, (x, original) in enumerate(zip(inputs, originals, strict=True)):
+    found: list[Hashable] = [part.body]
+    for index, node in enumerate(part.inputs):
+        x = values[node]
         if isinstance(x, torch.Tensor):
             alias = first.setdefault(storage_key(x), index)
-            kind = str((x.shape, x.stride())), x.dtype, x.device, x.requires_grad, x.is_leaf, is_foreign(original)
-            found.append((alias, type(x), *kind))
+            kind = str((x.shape, x.stride())), x.dtype, x.device, x.requires_grad, x.is_leaf, is_foreign(real[node])
+            found.append((alias, type(x), *kind, _is_static(node)))
         else:
             found.append((type(x), str(x)))
-    static = [str(n.meta["tensor_dict"].get(_STATIC)) for n in body.graph.find_nodes(op="placeholder")]
-    return tuple(found), tuple(static)
+    return tuple(found)
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Whether it is a parameter or a buffer."""
+    return bool(node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"))
+
+
+def _repeated(repeats: Repeats, equal: Sequence[Part]) -> Repeats:
+    """How often parts run that are ``equal``, in a module that ``repeats``."""
+    parameters = {tuple(node for node in part.inputs if _is_static(node)) for part in equal}
+    return Repeats(repeats.calls * len(equal), repeats.are_tied and len(parameters) == 1)
 
 
 class _Fake(fx.Interpreter):

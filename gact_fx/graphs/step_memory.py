@@ -36,11 +36,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class PairMemory:
-    """The buffers of one pair: forward's calls are 0 to ``forward`` - 1, the ``backward`` ones follow on them."""
+    """The buffers of one pair: forward's calls are 0 to ``forward`` - 1, the ``backward`` ones follow on them.
+
+    ``is_tied``: all runs of a step read the same parameters, and their gradients are added up.
+    """
 
     forward: int = 0
     backward: int = 0
     buffers: tuple[Buffer, ...] = ()
+    is_tied: bool = True
 
     @property
     def held(self) -> int:
@@ -79,8 +83,8 @@ class StepMemory:
             turn -= pair.backward
             for b in pair.buffers:
                 at, until = (start + w if w < pair.forward else turn + w - pair.forward for w in (b.start, b.end))
-                # Backward begins with the last run; gradients of the others are added to that one's, and gone then.
-                stays = b.is_gradient and index not in order[place + 1 :]
+                # Backward begins with the last run; gradients of tied ones are added to that one's, and gone then.
+                stays = b.is_gradient and not (pair.is_tied and index in order[place + 1 :])
                 found.append(replace(b, start=at, end=length - 1 if stays else until, is_gradient=stays))
             start += pair.forward
         return cls(length, forward, tuple(found))
@@ -159,7 +163,7 @@ def pair_memory(pair: GraphPair, *, fused: bool) -> PairMemory:
         # What was saved is counted where forward makes it.
         if span.key in there and span.nbytes:
             found.append(replace(_buffer(span, modules, forward), is_gradient=span.key in gradients))
-    return PairMemory(forward, backward, tuple(found))
+    return PairMemory(forward, backward, tuple(found), pair.repeats.are_tied)
 
 
 def _buffer(span: Span, modules: Mapping[fx.Node, str], offset: int) -> Buffer:

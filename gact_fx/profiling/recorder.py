@@ -108,7 +108,7 @@ class Recorder:
             # Checkpointing around the graph runs it again, and its first run stands for both.
             if in_backward() and self._waiting.get(key):
                 return run(arguments)
-            self._enter(key)
+            self._enter(key, pair.repeats.calls)
             inputs = list(arguments) if self._tape is not None else []
             with self._abandoning():
                 is_cut = self._tape is not None and self._cut(key, pair, analysis, inputs)
@@ -120,7 +120,7 @@ class Recorder:
             if is_cut:
                 self._few_rows.ran(key, outputs[: pair.num_user_outputs])
             elif self._tape is not None:
-                self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs])
+                self._tape.record_forward(key, inputs, outputs[: pair.num_user_outputs], pair.repeats.calls)
             return outputs
 
         return boxed(call)
@@ -183,7 +183,7 @@ class Recorder:
             self._record_whole()
         return is_cut
 
-    def _enter(self, key: Hashable) -> None:
+    def _enter(self, key: Hashable, calls: int) -> None:
         if self.every is None or self._stopped or not self.counts():
             return
         # A graph whose outputs the loss ignored never runs backward; it is not waited for for ever.
@@ -194,12 +194,12 @@ class Recorder:
             if self._tape is None and (self._begun + self.consecutive - 1) % self.every < self.consecutive:
                 self.start(is_due=self._begun % self.every == 0)
         self._waiting[key] = self._waiting.get(key, 0) + 1
-        if self._tape is not None and self._waiting[key] == MAX_WAITING + 1 and not self._has_gradients:
+        if self._tape is not None and self._waiting[key] == MAX_WAITING * calls + 1 and not self._has_gradients:
             log.warning(
                 "a graph ran forward %d times, and gact_fx has seen no backward pass, which it samples. Within one "
                 "step that is fine, and the last %d runs are measured. Put validation under torch.no_grad(); compiled "
                 "autograd runs backward passes itself, and needs sample_batches or plan=",
-                MAX_WAITING + 1, MAX_WAITING,
+                MAX_WAITING * calls + 1, MAX_WAITING * calls,
             )  # fmt: skip
 
     def _leave(self, key: Hashable) -> None:

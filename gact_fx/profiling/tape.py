@@ -15,7 +15,7 @@ from gact_fx.passes.graph_analysis import GraphAnalysis
 
 # The index of a step, and the name of one of its tensors or tangents.
 Place = tuple[int, str]
-# Forward passes of one graph that may wait for their backward passes.
+# Calls of a model in which a graph runs forward, and which may wait for their backward passes.
 MAX_WAITING = 8
 
 
@@ -151,10 +151,10 @@ class Tape:
         """Whether no graph has run forward."""
         return not self._calls
 
-    def record_forward(self, graph: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """``graph`` identifies the compiled graph, ``outputs`` are its user outputs."""
+    def record_forward(self, graph: Hashable, inputs: Sequence[Any], outputs: Sequence[Any], calls: int = 1) -> None:
+        """``graph`` identifies the compiled graph, ``outputs`` are its user outputs; the model ``calls`` it so often."""
         waiting = [call for call in self._calls if call.graph == graph and call.step is None]
-        if len(waiting) >= MAX_WAITING:
+        if len(waiting) >= MAX_WAITING * calls:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.
             self._calls.remove(waiting[0])
         activations = {i: x for i, x in enumerate(inputs) if has_history(x)}

@@ -13,7 +13,7 @@ from torch import fx
 from gact_fx.breaks.graph_holdings import noting_holdings
 from gact_fx.config import Config
 from gact_fx.errors import UsageError
-from gact_fx.graphs.aot import JointGraph
+from gact_fx.graphs.aot import ONCE, JointGraph, Repeats
 from gact_fx.graphs.compilers import Compiled, boxed, compile_pair, interpret_in_blocks, without_views
 from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
@@ -60,17 +60,18 @@ class Backend:
         self._rows = rows
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        return self._compile(module, example_inputs, example_inputs)
+        return self._compile(module, example_inputs, example_inputs, ONCE)
 
-    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any], given: Sequence[Any]) -> Compiled:
+    def _compile(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], given: Sequence[Any], repeats: Repeats
+    ) -> Compiled:
         """What runs ``module``; ``given`` is what the ``example_inputs`` stand for, where these are fake."""
         session = self.session
         parts = cut_at_regions(module)
         if parts:
-            if len({part.body for part in parts}) < len(parts):
-                # A step that runs a graph more than once is recorded whole.
-                session.profiles_few_rows = False
-            return compile_parts(module, parts, example_inputs, given, self._compile)
+            # A step that runs a graph more than once is recorded whole.
+            session.profiles_few_rows &= len({part.body for part in parts}) == len(parts)
+            return compile_parts(module, parts, example_inputs, given, repeats, self._compile)
         if self._rows is not None and session.profiles_few_rows:
             self._rows.ask_for(module)
         found: list[RewrittenGraph] = []
@@ -84,7 +85,7 @@ class Backend:
         def cut(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, foreign=foreign, **options)))
+            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, foreign=foreign, repeats=repeats, **options)))
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:

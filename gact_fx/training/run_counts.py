@@ -114,7 +114,7 @@ class RunCounts:
     def backward_is_unseen(self) -> bool:
         """Whether graphs run forward time and again and never backward: compiled autograd does that without them."""
         has_seen_any = self._last.graphs or self._backwards
-        return not has_seen_any and any(count > MAX_WAITING for count in self._forwards.values())
+        return not has_seen_any and any(n > MAX_WAITING * graph.pair.repeats.calls for graph, n in self._forwards.items())
 
     def _end_step(self) -> None:
         self._largest = self.largest_step()
