@@ -56,7 +56,7 @@ def cut_at_regions(module: fx.GraphModule) -> list[Part]:
     found = _parts(module)
     crossing = [node for part in found for node in (*part.inputs, *part.outputs) if node is not None]
     if not all(map(_can_cross, crossing)) or any(map(_sets_state, module.graph.nodes)):
-        _inline(module)
+        inline_regions(module)
         return []
     return found
 
@@ -252,8 +252,9 @@ def _fake_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[
     return dict(fake.env)
 
 
-def _inline(module: fx.GraphModule) -> None:
-    """Put the code of regions in the place of calls of them."""
+def inline_regions(module: fx.GraphModule) -> None:
+    """Put the code of regions in the place of calls of them, also in the graphs that other operators run."""
+    _inline_in_bodies(module)
     graph = module.graph
     while calls := [node for node in graph.nodes if _is_call(node)]:
         for call in calls:
@@ -273,9 +274,7 @@ def _inline(module: fx.GraphModule) -> None:
 
 
 def _inline_in_bodies(module: fx.GraphModule) -> None:
-    """The same in the graphs that other higher-order operators of ``module`` run."""
     for node in module.graph.find_nodes(op="get_attr"):
         body = getattr(module, str(node.target), None)
         if isinstance(body, fx.GraphModule) and not any(map(_is_call, node.users)):
-            _inline(body)
-            _inline_in_bodies(body)
+            inline_regions(body)

@@ -19,7 +19,7 @@ from gact_fx.graphs.double_backward import refuse_double_backward
 from gact_fx.graphs.dynamo import compile_apart, lookup_backend
 from gact_fx.graphs.hooks import outside_hooks, paused
 from gact_fx.graphs.late_product import LateProduct, with_late_products
-from gact_fx.graphs.regions import compile_parts, cut_at_regions
+from gact_fx.graphs.regions import compile_parts, cut_at_regions, inline_regions
 from gact_fx.graphs.tensors import is_foreign
 from gact_fx.options import is_schedule
 from gact_fx.passes.split_cross_entropy import split_cross_entropy
@@ -231,6 +231,8 @@ def gact(
         compiler = lookup_backend(uncompressed(config.inner))
         changes = {"config_patches": config.inductor_patches} if config.inner == "inductor" else {}
         return cast(Compiled, compiler(module, list(example_inputs), **changes))
+    # Dynamo, which traces the graph again, would take no calls of regions that it has traced already.
+    inline_regions(module)
     session = Session(config, title="a graph of backend='gact'")
     # The first one is compiled where Dynamo asks for it; the inputs of that call are not to outlive it.
     at_once = [(fx.GraphModule(module, copy.deepcopy(module.graph)), example_inputs)]
