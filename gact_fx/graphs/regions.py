@@ -1,4 +1,4 @@
-"""Regions that ``torch.compiler.nested_compile_region`` marks: cuts a graph of Dynamo's into them and what lies between.
+"""Regions that ``torch.compiler.nested_compile_region`` marks: cuts a graph into them and what lies between.
 
 Equal regions are then one graph, which is compiled once and runs as often as the model calls it.
 
@@ -32,7 +32,7 @@ Compile = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any], Repeats], Comp
 class Part:
     """A piece of a graph, a marked region or what lies before, between or behind them.
 
-    ``inputs`` and ``outputs`` are nodes of the whole graph, None for what nobody reads. Equal regions have one ``body``.
+    ``inputs`` and ``outputs`` are nodes of the whole graph, None for what nobody reads. Equal regions have one body.
     """
 
     body: fx.GraphModule
@@ -51,7 +51,7 @@ def cut_at_regions(module: fx.GraphModule) -> list[Part]:
         return []
     for node in module.graph.find_nodes(op="call_function", target=getitem):
         # What crosses from part to part are tensors, and not tuples of them.
-        if isinstance(node.args[0].meta.get("example_value"), (tuple, list)):
+        if isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta.get("example_value"), (tuple, list)):
             node.args[0].append(node)
     found = _parts(module)
     crossing = [node for part in found for node in (*part.inputs, *part.outputs) if node is not None]
@@ -241,8 +241,9 @@ def _fake_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[
     inputs = []
     for node, x in zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         if isinstance(x, torch.Tensor):
-            is_fake = isinstance(x, torch._subclasses.FakeTensor)
-            inputs.append(x if is_fake else torch._dynamo.utils.to_fake_tensor(x, mode))
+            # Regions in a region get those of this mode.
+            is_known = getattr(x, "fake_mode", None) is mode
+            inputs.append(x if is_known else torch._dynamo.utils.to_fake_tensor(x, mode))
         else:
             inputs.append(node.meta.get("example_value", x))
     fake = _Fake(module)

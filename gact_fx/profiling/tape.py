@@ -152,7 +152,7 @@ class Tape:
         return not self._calls
 
     def record_forward(self, graph: Hashable, inputs: Sequence[Any], outputs: Sequence[Any], calls: int = 1) -> None:
-        """``graph`` identifies the compiled graph, ``outputs`` are its user outputs; the model ``calls`` it so often."""
+        """``graph`` identifies the compiled graph, which a model ``calls`` so often; ``outputs`` are user outputs."""
         waiting = [call for call in self._calls if call.graph == graph and call.step is None]
         if len(waiting) >= MAX_WAITING * calls:
             # Forward passes that nobody differentiates (validation without no_grad) must not pile up.

@@ -85,7 +85,8 @@ class Backend:
         def cut(
             joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            found.append(self.rewrite(JointGraph(joint, joint_inputs, upstream, foreign=foreign, repeats=repeats, **options)))
+            graph = JointGraph(joint, joint_inputs, upstream, foreign=foreign, repeats=repeats, **options)
+            found.append(self.rewrite(graph))
             return found[-1].pair.forward, found[-1].pair.backward
 
         def watch(graph: fx.GraphModule, is_backward: bool, compile: Callable[[], Compiled]) -> Compiled:

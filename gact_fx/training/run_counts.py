@@ -114,7 +114,8 @@ class RunCounts:
     def backward_is_unseen(self) -> bool:
         """Whether graphs run forward time and again and never backward: compiled autograd does that without them."""
         has_seen_any = self._last.graphs or self._backwards
-        return not has_seen_any and any(n > MAX_WAITING * graph.pair.repeats.calls for graph, n in self._forwards.items())
+        calls = (count / graph.pair.repeats.calls for graph, count in self._forwards.items())
+        return not has_seen_any and max(calls, default=0) > MAX_WAITING
 
     def _end_step(self) -> None:
         self._largest = self.largest_step()

@@ -31,6 +31,13 @@ def test_a_pair_that_runs_twice_holds_twice_and_keeps_one_gradient() -> None:
     assert step.gradients == 7 and step.peak == 20
 
 
+def test_runs_with_parameters_of_their_own_keep_their_gradients() -> None:
+    repeated = PairMemory(2, 2, (buffer(3, 3, 7, is_gradient=True),), is_tied=False)
+    step = StepMemory.of([repeated], [2])
+    assert step.levels(gradients=True) == [0, 0, 0, 0, 0, 7, 7, 14]
+    assert step.gradients == 14 and step.activations == 0
+
+
 def test_the_largest_moment_tells_what_waits_from_what_passes() -> None:
     step = StepMemory.of(
         [pair(buffer(0, 3, 5), buffer(2, 2, 3), buffer(2, 3, 4), buffer(2, 2, 9, is_gradient=True))], [1]
