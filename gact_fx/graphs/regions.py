@@ -12,7 +12,7 @@ regions that a backend gets as graphs of their own).
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -49,6 +49,7 @@ def cut_at_regions(module: fx.GraphModule) -> list[Part]:
     _inline_in_bodies(module)
     if not any(map(_is_call, module.graph.nodes)):
         return []
+    node: Any
     for node in module.graph.find_nodes(op="call_function", target=getitem):
         # What crosses from part to part are tensors, and not tuples of them.
         if isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta.get("example_value"), (tuple, list)):
@@ -93,7 +94,7 @@ def compile_parts(
         dead = [slots[node] for node in part.inputs if last[node] == index]
         outputs = [None if node is None else slots.get(node) for node in part.outputs]
         steps.append((compiled[key], [slots[node] for node in part.inputs], outputs, dead))
-    wanted = fx.map_arg(results, lambda node: _Slot(slots[node]))
+    wanted = [_Slot(slots[x]) if isinstance(x, fx.Node) else x for x in tuple(cast(Any, results))]
     return _in_turn(steps, len(slots), wanted)
 
 
@@ -111,8 +112,8 @@ def _in_turn(
         values: list[Any] = [*arguments, *[None] * (count - len(arguments))]
         for call, inputs, outputs, dead in steps:
             given = [values[slot] for slot in inputs]
-            for slot in dead:
-                values[slot] = None
+            for gone in dead:
+                values[gone] = None
             for slot, value in zip(outputs, call(*_emptied(given)), strict=True):
                 if slot is not None:
                     values[slot] = value
@@ -128,8 +129,8 @@ def _emptied(values: list[Any]) -> tuple[Any, ...]:
     return found
 
 
-def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is _CALL
+def _is_call(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is _CALL
 
 
 def _can_cross(value: object) -> bool:
@@ -150,7 +151,7 @@ def _parts(module: fx.GraphModule) -> list[Part]:
         if _is_call(node):
             calls[len(pieces)] = node
             pieces += [[node], []]
-        elif node.target is getitem and isinstance(node.args[0], fx.Node) and _is_call(node.args[0]):
+        elif node.target is getitem and _is_call(node.args[0]):
             pieces[-2].append(node)
         else:
             pieces[-1].append(node)
@@ -161,7 +162,7 @@ def _parts(module: fx.GraphModule) -> list[Part]:
     ]
 
 
-def _region(module: fx.GraphModule, call: fx.Node, piece: Sequence[fx.Node]) -> Part:
+def _region(module: fx.GraphModule, call: Any, piece: Sequence[Any]) -> Part:
     body: fx.GraphModule = getattr(module, call.args[0].target)
     inputs = call.args[2:]
     results: list[Any] = [None] * len(tree_leaves(body.graph.output_node().args))
@@ -257,6 +258,7 @@ def inline_regions(module: fx.GraphModule) -> None:
     """Put the code of regions in the place of calls of them, also in the graphs that other operators run."""
     _inline_in_bodies(module)
     graph = module.graph
+    call: Any
     while calls := [node for node in graph.nodes if _is_call(node)]:
         for call in calls:
             body: fx.GraphModule = getattr(module, call.args[0].target)
@@ -266,7 +268,7 @@ def inline_regions(module: fx.GraphModule) -> None:
                     name = f"{call.name}_{node.target}".replace(".", "_")
                     setattr(module, name, getattr(body, node.target))
                     known[node] = graph.get_attr(name)
-                results = graph.graph_copy(body.graph, known)
+                results = cast(Any, graph.graph_copy(body.graph, known))
             for user in list(call.users):
                 user.replace_all_uses_with(results[user.args[1]])
                 graph.erase_node(user)

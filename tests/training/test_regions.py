@@ -259,4 +259,4 @@ def test_an_estimate_counts_every_region() -> None:
     estimate = gact_fx.estimate(model, (rows(),), budget_bits=8, inner="eager")
     compiled = gact_fx.compile(model, budget_bits=8, inner="eager")
     held = [step(compiled, rows()) for _ in range(2)]
-    assert estimate.bytes_after == pytest.approx(held[-1], rel=0.05)
+    assert estimate.held == pytest.approx(held[-1], rel=0.05)
