@@ -71,6 +71,8 @@ def choose_products(joint: JointGraph, context: Context) -> frozenset[str]:
         # Backward needs more there while it computes these again than is held less.
         live = _recomputed_at(above, pair, products, fused=fused)
         chosen = [candidate for candidate in chosen if not candidate.products & live]
+        if not chosen:
+            break
     return frozenset()
 
 

@@ -115,9 +115,9 @@ def test_every_pass_is_in_a_file_of_its_name() -> None:
     assert len({each.name for each in PIPELINE}) == len(PIPELINE)
 
 
-@pytest.mark.parametrize(("budget", "cuts"), [(None, 1), ("20 kB", 2)])
+@pytest.mark.parametrize(("budget", "cuts"), [(None, 2), ("20 kB", 3)])
 def test_a_trial_cut_leaves_the_joint_graph_alone(budget: str | None, cuts: int) -> None:
-    """With recompute="full" products are chosen by what a cut without them saves, and tried where a budget binds."""
+    """With recompute="full" products are chosen by what a cut without them saves, and tried until no peak is higher."""
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -142,5 +142,5 @@ def test_a_trial_cut_leaves_the_joint_graph_alone(budget: str | None, cuts: int)
         patch.setattr(Session, "passes", tuple(around))
         gact_fx.compile(model, inner="eager", min_elements=64, recompute="full", budget_bytes=budget)
         model(torch.randn(64, 64)).backward()
-    # Before the pass, on the copies that are cut without products and with them, and behind the pass.
+    # Before the pass, on the copies that are cut without products, with them, and with fewer, and behind the pass.
     assert len(codes) == cuts + 2 and codes[0] == codes[-1]
