@@ -138,7 +138,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "tied": (lambda: Model([Block()], tied), [3]),
     "checkpointing inside": (lambda: Model([Checkpointed() for _ in range(3)]), [3]),
     "several results": (lambda: Model([Branches() for _ in range(3)], branching), [3]),
-    "of chunks": (lambda: Model([Block(), Block()], in_chunks), [2]),
+    # With torch 2.11 regions that read views of a batch are not taken for equal.
+    "of chunks": (lambda: Model([Block(), Block()], in_chunks), [2] if torch.__version__ >= "2.13" else []),
     "checkpointed": (lambda: Model([Block() for _ in range(3)], checkpointed), []),
     "autocast": (lambda: Model([Block() for _ in range(3)], under_autocast), []),
     "no gradient": (lambda: Model([Block() for _ in range(3)], without_gradient), []),
