@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import gradients, relative_error
+from peak_bytes import peak_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gact_fx
 from gact_fx import integrations
+from gact_fx.graphs import linear_cross_entropy
 from gact_fx.passes import find_heads
 
 VOCABULARY = 1000
@@ -147,3 +149,44 @@ def test_a_loss_function_of_the_trainer_gets_real_logits(tmp_path: Path) -> None
 
     trainer(tmp_path, callback(loss_only=True), compute_loss_func=loss).train()
     assert seen == [True] * 3
+
+
+# What is in memory
+
+
+def language_model() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small GPT-2 of 8192 words: its logits take more than everything else."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=8192, use_cache=False)
+    config.bos_token_id = config.eos_token_id = 0
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 8192, (4, 128), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("loss_only", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_logits_that_a_step_returns_are_one_tensor(loss_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither copied nor saved for backward; with ``loss_only`` they are never there whole."""
+    monkeypatch.setattr(find_heads, "MIN_NUMEL", 2**20)
+    monkeypatch.setattr(linear_cross_entropy, "SLAB", 2**18)
+    model, given = language_model()
+    gact_fx.compile(model, inner="inductor", loss_only=loss_only)
+    outputs: list[Any] = []
+
+    def loss() -> Tensor:
+        outputs.append(model(**given))
+        return outputs[-1].loss
+
+    for _ in range(3):
+        loss().backward()
+    outputs.clear()
+    model.zero_grad(set_to_none=True)
+    found = peak_bytes(loss)
+    logits, codes = outputs[0].logits, gact_fx.inspect(model).bytes_after
+    whole = logits.numel() * logits.element_size()
+    assert logits.dtype == torch.float32
+    there = 0 if loss_only else whole
+    assert logits.untyped_storage().nbytes() <= (0.01 * whole if loss_only else whole)
+    assert there + codes <= found.held < there + codes + 0.02 * whole
+    # A copy would be 1; slabs of them were 0.13.
+    assert found.forward < there + 0.5 * whole and found.backward < found.left + 0.5 * whole
