@@ -39,7 +39,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP) $(WEIGHTS)
-	for b in memory peak step resident first_step profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run recurrent largest_batch; do \
+	for b in memory peak step resident first_step equal_layers profiling variance sensitivity tradeoff kernels digits cifar shakespeare cora recompiles ddp long_run recurrent largest_batch; do \
 		$(BIN)/python benchmarks/$$b.py || exit 1; done
 	for b in memory peak step largest_batch; do $(BIN)/python benchmarks/$$b.py --amp || exit 1; done
 	$(BIN)/python benchmarks/gradients.py --inner inductor

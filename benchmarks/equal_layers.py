@@ -1,10 +1,11 @@
-"""Wall time until a model of many equal layers trains by a plan: compiled whole, and with one plan for all layers.
+"""Wall time until a model of many equal layers trains by a plan: compiled whole, marked, or with one plan for all.
 
     python benchmarks/equal_layers.py [--layers 32] [--budget-bits 4] [--ways WAY ...]
 
-The layers are ``nn.TransformerEncoderLayer`` of width 256 on 8 x 128 positions. The clock runs from the first call of
-compile to the end of the first step (forward, loss, backward) in which all layers run by a plan. "one layer" is a model
-of one layer, compiled whole. "one plan" is what docs/training-loops.md proposes: a layer in the middle is compiled and
+The layers are ``nn.TransformerEncoderLayer`` of width 256 on 8 x 128 positions, behind a linear layer. The clock runs
+from the first call of compile to the end of the first step (forward, loss, backward) in which all layers run by a plan.
+"one layer" is a model of one layer, compiled whole. "marked" and "one plan" are what docs/training-loops.md proposes:
+the layers are marked by ``torch.compiler.nested_compile_region``, and compiled whole; or one of them is compiled and
 trained for two steps, and the others get its plan. Every way is a process of its own with an empty cache folder.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import torch
 import torch._inductor.compile_fx  # so that its import, too, comes before the clock starts
 from machine import describe, save
 from torch import nn
@@ -25,40 +27,62 @@ from torch import nn
 import gact_fx
 
 
+class Marked(nn.TransformerEncoderLayer):
+    """A layer whose code is compiled once for all that equal it."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[nn.TransformerEncoderLayer], count: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256)
+        self.layers = nn.ModuleList(kind(256, 4, 1024, batch_first=True) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 def train(model: nn.Module, steps: int = 1) -> None:
     for _ in range(steps):
-        model(torch.randn(8, 128, 256)).square().mean().backward()
+        model(torch.randn(8, 128, 256)).backward()
 
 
-def compiled_whole(layers: nn.Sequential, budget_bits: float) -> None:
-    gact_fx.compile(layers, budget_bits=budget_bits)
+def compiled_whole(model: Model, budget_bits: float) -> None:
+    gact_fx.compile(model, budget_bits=budget_bits)
     # The first step is measured.
-    train(layers, 2)
+    train(model, 2)
 
 
-def with_one_plan(layers: nn.Sequential, budget_bits: float) -> None:
-    first, middle, *others = layers
-    gact_fx.compile(middle, budget_bits=budget_bits)
-    train(layers, 2)
-    plan = gact_fx.inspect(middle).plan
-    for layer in (first, *others):
+def with_one_plan(model: Model, budget_bits: float) -> None:
+    one, *others = model.layers
+    gact_fx.compile(one, budget_bits=budget_bits)
+    train(model, 2)
+    plan = gact_fx.inspect(one).plan
+    for layer in others:
         gact_fx.compile(layer, plan=plan)
-    train(layers)
+    train(model)
 
 
-def by_torch(layers: nn.Sequential, budget_bits: float) -> None:
-    layers.compile()
-    train(layers)
+def by_torch(model: Model, budget_bits: float) -> None:
+    model.compile()
+    train(model)
 
 
-def by_torch_each(layers: nn.Sequential, budget_bits: float) -> None:
-    for layer in layers:
+def by_torch_each(model: Model, budget_bits: float) -> None:
+    for layer in model.layers:
         layer.compile()
-    train(layers)
+    train(model)
 
 
-WAYS: dict[str, Callable[[nn.Sequential, float], None]] = {
+WAYS: dict[str, Callable[[Model, float], None]] = {
     "one layer": compiled_whole,
+    "marked": compiled_whole,
     "one plan": with_one_plan,
     "whole": compiled_whole,
     "torch.compile, each layer": by_torch_each,
@@ -68,8 +92,8 @@ WAYS: dict[str, Callable[[nn.Sequential, float], None]] = {
 
 def seconds_of(way: str, layers: int, budget_bits: float) -> float:
     """The time that ``way`` takes in this process."""
-    count = 1 if way == "one layer" else layers
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(count)))
+    kind = Marked if way == "marked" else nn.TransformerEncoderLayer
+    model = Model(kind, 1 if way == "one layer" else layers)
     start = time.perf_counter()
     WAYS[way](model, budget_bits)
     return time.perf_counter() - start
