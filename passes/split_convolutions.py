@@ -18,8 +18,9 @@ from torch import fx
 import gact_fx.graphs.convolution_gradient  # noqa: F401  (it defines the operator)
 from gact_fx.graphs.aot import GraphPair
 from gact_fx.graphs.edit import add_call
-from gact_fx.graphs.live_memory import nbytes, workspace_nbytes
+from gact_fx.graphs.live_memory import nbytes
 from gact_fx.graphs.sizes import is_symbolic
+from gact_fx.graphs.workspace import copies_nbytes
 from gact_fx.passes.backward_peak import Look
 from gact_fx.passes.pipeline import Context
 
@@ -39,7 +40,7 @@ def split_convolutions(pair: GraphPair, context: Context) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
         # Without Inductor, the copies that oneDNN makes are in the levels.
-        is_near = levels[node] + fused * workspace_nbytes(node) >= NEAR * look.level
+        is_near = levels[node] + fused * copies_nbytes(node) >= NEAR * look.level
         if 0 in parts and 1 in parts and is_near and _is_worth(node, look.level):
             _split(graph, node, parts[0])
 

@@ -188,5 +188,7 @@ def test_logits_that_a_step_returns_are_one_tensor(loss_only: bool, monkeypatch:
     there = 0 if loss_only else whole
     assert logits.untyped_storage().nbytes() <= (0.01 * whole if loss_only else whole)
     assert there + codes <= found.held < there + codes + 0.02 * whole
+    # The slabs are part of the peak that the report predicts; logits that the caller keeps are not.
+    assert not loss_only or gact_fx.inspect(model).peak_predicted == pytest.approx(found.step, rel=0.03)
     # A copy would be 1; slabs of them were 0.13.
     assert found.forward < there + 0.5 * whole and found.backward < found.left + 0.5 * whole

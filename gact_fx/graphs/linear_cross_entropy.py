@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from gact_fx.graphs.operators import assert_async
+from gact_fx.graphs.sizes import hint
 
-# Elements of a slab: 32 MiB of float32. Of many rows a slab has as many as ``hidden``: slabs of fewer columns than that
-# make a GPU read ``hidden`` more often than anything else.
-SLAB = 2**23
+# Elements of a slab: 8 MiB of float32 on a CPU, where larger slabs take no less time, and 32 MiB elsewhere. Of many
+# rows a slab has as many as ``hidden``: slabs of fewer columns than that make a GPU read ``hidden`` more often than
+# anything else.
+SLAB, SLAB_OF_GPU = 2**21, 2**23
 # Columns that a matrix product is worth calling for.
 _FEWEST = 256
 
@@ -70,7 +72,7 @@ def linear_cross_entropy(
     counts = target != ignore_index
     _check_targets(target, counts, classes)
     row_target = torch.where(counts, target, 0)
-    real = _real(hidden)
+    real = real_dtype(hidden)
     lse = hidden.new_full(target.shape, -torch.inf, dtype=real)
     at_target, total = torch.zeros_like(lse), torch.zeros_like(lse)
     for slab in _slabs(hidden, weight, bias, real, logits):
@@ -104,7 +106,7 @@ def linear_cross_entropy_backward(
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias; empty where ``output_mask`` does not ask for them."""
-    classes, real, target = weight.shape[0], _real(hidden), target.long()
+    classes, real, target = weight.shape[0], real_dtype(hidden), target.long()
     counts = target != ignore_index
     row_target = torch.where(counts, target, 0)
     loss = torch.where(counts, grad_loss, 0)
@@ -121,10 +123,13 @@ def linear_cross_entropy_backward(
         inside, index = _places(row_target, slab)
         change.scatter_add_(1, index, torch.where(inside, -at_target, 0)[:, None])
         if label_smoothing:
-            parts = 1 if class_weight is None else class_weight[slab.classes].to(real)
-            change.sub_(everywhere[:, None] * parts)
+            if class_weight is None:
+                change.sub_(everywhere[:, None])
+            else:
+                change.addcmul_(everywhere[:, None], class_weight[slab.classes].to(real), value=-1)
         if slope is not None:
             change.mul_(slope)
+            del slope
         if output_mask[2]:
             of_bias[slab.classes] = change.sum(0)
         rounded = slab.logits.copy_(change)
@@ -141,7 +146,7 @@ def linear_cross_entropy_backward(
     return of_hidden.to(hidden.dtype), of_weight, of_bias
 
 
-def _real(hidden: Tensor) -> torch.dtype:
+def real_dtype(hidden: Tensor) -> torch.dtype:
     """What exponentials are added in."""
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
@@ -164,15 +169,15 @@ def _slabs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, known: Tensor | None = None
 ) -> Iterator[_Slab]:
     """Slab by slab the logits, computed anew or those that are ``known``, in ``dtype`` as well."""
-    rows, features = hidden.shape
-    width = min(max(SLAB // max(rows, 1), features, _FEWEST), len(weight))
+    rows, width = len(hidden), columns_of_slab(hidden, weight)
     memory = hidden.new_empty(rows * width, dtype=dtype)
     own = memory if known is not None or dtype == hidden.dtype else hidden.new_empty(rows * width)
+    rounded = None if weight.dtype == hidden.dtype else hidden.new_empty(width, weight.shape[1])
     for start in range(0, len(weight), width):
         classes = slice(start, min(start + width, len(weight)))
         shape = rows, classes.stop - start
         real, logits = (x[: rows * shape[1]].view(shape) for x in (memory, own))
-        part = weight[classes].to(hidden.dtype)
+        part = weight[classes] if rounded is None else rounded[: shape[1]].copy_(weight[classes])
         if known is not None:
             real.copy_(known[:, classes])
         elif bias is None:
@@ -180,6 +185,13 @@ def _slabs(
         else:
             torch.addmm(bias[classes].to(hidden.dtype), hidden, part.t(), out=logits)
         yield _Slab(classes, part, logits, real if known is not None else real.copy_(logits))
+
+
+def columns_of_slab(hidden: Tensor, weight: Tensor) -> int:
+    """How many classes a slab has."""
+    rows, features, classes = map(hint, (*hidden.shape, weight.shape[0]))
+    elements = SLAB if hidden.device.type == "cpu" else SLAB_OF_GPU
+    return min(max(elements // max(rows, 1), features, _FEWEST), classes)
 
 
 def scale_(x: Tensor, scale: float, cap: float) -> Tensor:
@@ -234,7 +246,7 @@ def _check_targets(target: Tensor, counts: Tensor, classes: int) -> None:
 
 
 def _forward_fake(hidden: Tensor, weight: Tensor, bias: Any, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = target.new_empty(target.shape, dtype=_real(hidden))
+    rows = target.new_empty(target.shape, dtype=real_dtype(hidden))
     return rows, torch.empty_like(rows)
 
 

@@ -19,6 +19,7 @@ from gact_fx.graphs.in_place import find_last_reads, fits
 from gact_fx.graphs.operators import packet_of, returns_alias
 from gact_fx.graphs.sizes import hint
 from gact_fx.graphs.tensors import storage_key
+from gact_fx.graphs.workspace import workspace_nbytes
 
 aten = torch.ops.aten
 # Their result is their first argument but for a few elements.
@@ -144,12 +145,8 @@ class _Walk:
         ]
 
     def _workspaces(self) -> list[Span]:
-        """What libraries have in memory for the length of a call.
-
-        Inductor has convolutions run in oneDNN's own layout, but for those whose layout is fixed.
-        """
-        calls = [(when, n) for when, n in enumerate(self._nodes) if not self._fused or is_gradient_apart(n)]
-        sizes = [(when, node, workspace_nbytes(node)) for when, node in calls]
+        """What operators have in memory for the length of a call."""
+        sizes = [(when, node, workspace_nbytes(node, fused=self._fused)) for when, node in enumerate(self._nodes)]
         return [Span(-1 - when, node, when, when, nbytes, when, when) for when, node, nbytes in sizes if nbytes]
 
     def _find_reads(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -236,25 +233,6 @@ class _Walk:
         """Whether ``node`` gives memory that was there before."""
         before = {key for source in node.all_input_nodes for key in self._sizes[source]}
         return bool(self._sizes[node]) and self._sizes[node].keys() <= before
-
-
-def is_gradient_apart(node: fx.Node) -> bool:
-    """Whether the gradient of a convolution's input is computed by itself."""
-    return str(node.target) == "gact_fx.convolution_gradient.default"
-
-
-def workspace_nbytes(node: fx.Node) -> int:
-    """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
-    is_backward = packet_of(node) is aten.convolution_backward
-    is_gradient = is_gradient_apart(node)
-    if not is_backward and not is_gradient and packet_of(node) is not aten.convolution:
-        return 0
-    values = [x.meta["val"] for x in (node.all_input_nodes[:2] if is_backward else (node.all_input_nodes[0], node))]
-    if any(x.device.type != "cpu" or x.dim() != 4 or x.stride()[1] == 1 for x in values):
-        return 0
-    sizes = [hint(x.numel()) * x.dtype.itemsize for x in values]
-    # In forward the copy of the input is gone before the result is copied back.
-    return sum(sizes) if is_backward or is_gradient else max(sizes)
 
 
 def nbytes(node: fx.Node) -> int:

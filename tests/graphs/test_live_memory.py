@@ -46,3 +46,32 @@ def test_the_copies_of_a_convolution_count(channels: int, out: int, kernel: int,
 def _run_for(loss: torch.Tensor, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     function(*inputs)
     return loss + 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [("float32", "float32"), ("float64", "float32"), ("float64", "float64")]
+)
+def test_the_slabs_of_a_head_count(dtype: str, of_weight: str, cap: float, smoothing: float) -> None:
+    """Of logits, which are never there whole, and of gradients that are rounded."""
+    hidden = torch.randn(512, 64, dtype=getattr(torch, dtype))
+    weight = torch.randn(2**14, 64, dtype=getattr(torch, of_weight))
+    target, row = torch.randint(0, 2**14, (512,)), torch.rand(512, dtype=hidden.dtype)
+    classes = torch.rand(2**14) if smoothing else None
+    options = -100, smoothing
+    slabs = torch.ops.gact_fx.linear_cross_entropy, torch.ops.gact_fx.linear_cross_entropy_backward
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+        return slabs[0](hidden, weight, None, target, classes, None, *options, 1.0, cap)
+
+    def backward(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+        mask = [True, True, False]
+        return slabs[1](row, row, hidden, weight, None, target, classes, row, *options, mask, 1.0, cap)
+
+    loss = torch.zeros((), requires_grad=True)
+    for function in (forward, backward):
+        graph = make_fx(function, tracing_mode="real")(hidden, weight).graph
+        found = peak_bytes(partial(_run_for, loss, function, (hidden, weight))).forward
+        for fused in (True, False):
+            assert peak_nbytes(graph, [], fused=fused) == pytest.approx(found, rel=0.03)

@@ -1,0 +1,78 @@
+"""What operators have in memory for the length of a call, beside what they read and give."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gact_fx.graphs.linear_cross_entropy import columns_of_slab, real_dtype
+from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.sizes import hint
+
+aten = torch.ops.aten
+
+
+def workspace_nbytes(node: fx.Node, *, fused: bool) -> int:
+    """Bytes that a call of a graph has in memory until it ends.
+
+    ``fused``: Inductor has convolutions run in oneDNN's own layout, but for those whose layout is fixed.
+    """
+    if (own := _OWN.get(str(node.target))) is not None:
+        arguments: tuple[Any, ...] = fx.map_arg(node.args, lambda each: each.meta["val"])
+        return own(*arguments)
+    return copies_nbytes(node) if not fused or is_gradient_apart(node) else 0
+
+
+def is_gradient_apart(node: fx.Node) -> bool:
+    """Whether the gradient of a convolution's input is computed by itself."""
+    return str(node.target) == "gact_fx.convolution_gradient.default"
+
+
+def copies_nbytes(node: fx.Node) -> int:
+    """Bytes of the copies that oneDNN, on a CPU, makes in its own layout of all that a convolution reads and gives."""
+    is_backward = packet_of(node) is aten.convolution_backward
+    is_gradient = is_gradient_apart(node)
+    if not is_backward and not is_gradient and packet_of(node) is not aten.convolution:
+        return 0
+    values = [x.meta["val"] for x in (node.all_input_nodes[:2] if is_backward else (node.all_input_nodes[0], node))]
+    if any(x.device.type != "cpu" or x.dim() != 4 or x.stride()[1] == 1 for x in values):
+        return 0
+    sizes = [hint(x.numel()) * x.dtype.itemsize for x in values]
+    # In forward the copy of the input is gone before the result is copied back.
+    return sum(sizes) if is_backward or is_gradient else max(sizes)
+
+
+def _head_forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Any, logits: Any, *options: Any
+) -> int:
+    """A slab of `linear_cross_entropy`, whose arguments these are."""
+    return _slab_nbytes(hidden, weight, is_given=logits is not None)
+
+
+def _head_backward(
+    grad_loss: Tensor, grad_lse: Tensor, hidden: Tensor, weight: Tensor, bias: Any, target: Any, class_weight: Any,
+    lse: Any, ignore_index: int, smoothing: float, mask: Sequence[bool], scale: float = 1.0, cap: float = 0.0,
+) -> int:  # fmt: skip
+    """A slab of `linear_cross_entropy_backward`, and gradients before they are rounded or added."""
+    (rows, features), columns = map(hint, hidden.shape), columns_of_slab(hidden, weight)
+    real, narrow = real_dtype(hidden).itemsize, hidden.dtype.itemsize
+    is_narrow, is_cast = hidden.dtype != real_dtype(hidden), weight.dtype != hidden.dtype
+    slope = rows * columns * real if cap else 0
+    of_hidden = rows * features * real if mask[0] and is_narrow else 0
+    of_weight = columns * features * narrow if mask[1] and is_cast else 0
+    return _slab_nbytes(hidden, weight) + of_hidden + max(slope, of_hidden // real * narrow, of_weight)
+
+
+def _slab_nbytes(hidden: Tensor, weight: Tensor, *, is_given: bool = False) -> int:
+    """Bytes of a slab, its weight included where that is cast; ``is_given``: of logits that somebody computed."""
+    (rows, features), columns, narrow = map(hint, hidden.shape), columns_of_slab(hidden, weight), hidden.dtype.itemsize
+    logits = rows * columns * narrow if hidden.dtype != real_dtype(hidden) and not is_given else 0
+    part = columns * features * narrow if weight.dtype != hidden.dtype else 0
+    return rows * columns * real_dtype(hidden).itemsize + logits + part
+
+
+_OWN: dict[str, Callable[..., int]] = {
+    "gact_fx.linear_cross_entropy.default": _head_forward,
+    "gact_fx.linear_cross_entropy_backward.default": _head_backward,
+}
