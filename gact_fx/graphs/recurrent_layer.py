@@ -83,17 +83,24 @@ def gradients(
     spans = list(enumerate(_spans(x, batch_sizes, reverse)))
     with torch.autocast(x.device.type, enabled=False), torch.enable_grad():
         for index, part in reversed(spans):
-            cells = starts_c[index] if mode == "lstm" else None
-            given: list[Any] = [_own(value, differentiable) for value in (x[part], starts_h[index], cells, *weights)]
-            steps, h, c, *own = given
-            found = _run(steps, h, c, own, batch_sizes, mode, training=True)
-            ends = [value for value in found if value is not None]
-            there = [value for value in given if value is not None]
-            arrived = (grad_y[part], grad_h, grad_c)[: len(ends)]
-            results = iter(torch.autograd.grad(ends, there, arrived, create_graph=differentiable))
-            of_x[part], grad_h, grad_c, *parts = (_or_empty(None, x) if v is None else next(results) for v in given)
+            given = (x[part], starts_h[index], starts_c[index] if mode == "lstm" else None, *weights)
+            own = [_own(value, differentiable) for value in given]
+            arrived = grad_y[part], grad_h, grad_c
+            # Of a span nothing is left but these when the next one begins.
+            of_x[part], grad_h, grad_c, *parts = _of_span(own, arrived, batch_sizes, mode, differentiable)
             of_weights = [a + b if a.numel() else b for a, b in zip(of_weights, parts, strict=True)]
     return of_x, grad_h, grad_c, *of_weights
+
+
+def _of_span(
+    given: Sequence[Any], arrived: Sequence[Tensor], batch_sizes: Tensor | None, mode: str, differentiable: bool
+) -> list[Tensor]:
+    """The gradients of what a span reads, which is computed again."""
+    x, h, c, *weights = given
+    ends = [value for value in _run(x, h, c, weights, batch_sizes, mode, training=True) if value is not None]
+    there = [value for value in given if value is not None]
+    found = iter(torch.autograd.grad(ends, there, arrived[: len(ends)], create_graph=differentiable))
+    return [_or_empty(None, x) if value is None else next(found) for value in given]
 
 
 def _run(

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from gact_fx.graphs.linear_cross_entropy import columns_of_slab, real_dtype
 from gact_fx.graphs.operators import packet_of
+from gact_fx.graphs.recurrent_layer import SPAN
 from gact_fx.graphs.sizes import hint
 
 aten = torch.ops.aten
@@ -72,7 +73,36 @@ def _slab_nbytes(hidden: Tensor, weight: Tensor, *, is_given: bool = False) -> i
     return rows * columns * real_dtype(hidden).itemsize + logits + part
 
 
+def _recurrent_forward(x: Tensor, h: Tensor, c: Tensor | None, *options: Any) -> int:
+    """What one span of steps of `recurrent_layer` makes, whose arguments these are."""
+    return _span_nbytes(x, h, options, _OF_SPANS[options[-2]][:2])
+
+
+def _recurrent_backward(
+    grad_y: Tensor, grad_h: Tensor, grad_c: Tensor, x: Tensor, starts_h: Tensor, starts_c: Tensor, *options: Any
+) -> int:
+    """What one span of `recurrent_layer_backward` makes, which is computed again and differentiated."""
+    return _span_nbytes(x, grad_h, options, _OF_SPANS[options[-2]][2:])
+
+
+def _span_nbytes(x: Tensor, h: Tensor, options: Sequence[Any], times: tuple[float, float]) -> int:
+    *weights, batch_sizes, _, _ = options
+    steps = hint(x.shape[0]) if batch_sizes is not None else min(hint(x.shape[0]), SPAN) * hint(x.shape[1])
+    of_weights = sum(hint(weight.numel()) for weight in weights if weight is not None)
+    return round(times[0] * steps * hint(h.shape[-1]) + times[1] * of_weights) * x.dtype.itemsize
+
+
+# By mode, what PyTorch's layers were measured to have in memory for a span on a CPU: how many times one number for
+# every state, and how many times the weights, in forward and in backward.
+_OF_SPANS = {
+    "lstm": (5.2, 1.0, 20.9, 4.5),
+    "gru": (4.9, 0.0, 10.8, 1.4),
+    "rnn_tanh": (2.9, 0.0, 3.0, 2.1),
+    "rnn_relu": (2.9, 0.0, 3.0, 2.1),
+}
 _OWN: dict[str, Callable[..., int]] = {
     "gact_fx.linear_cross_entropy.default": _head_forward,
     "gact_fx.linear_cross_entropy_backward.default": _head_backward,
+    "gact_fx.recurrent_layer.default": _recurrent_forward,
+    "gact_fx.recurrent_layer_backward.default": _recurrent_backward,
 }

@@ -75,3 +75,35 @@ def test_the_slabs_of_a_head_count(dtype: str, of_weight: str, cap: float, smoot
         found = peak_bytes(partial(_run_for, loss, function, (hidden, weight))).forward
         for fused in (True, False):
             assert peak_nbytes(graph, [], fused=fused) == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("size", [(96, 16, 128, 256), (40, 64, 64, 64)])
+def test_the_gates_of_recurrent_layers_count(mode: str, size: tuple[int, int, int, int]) -> None:
+    """Backward computes them again, some steps at a time."""
+    steps, rows, features, states = size
+    gates = {"lstm": 4, "gru": 3}.get(mode, 1) * states
+    x, h = torch.randn(steps, rows, features), torch.randn(rows, states)
+    weights = [torch.randn(gates, features) / 16, torch.randn(gates, states) / 16, *torch.randn(2, gates)]
+    options = None, None, mode, False
+    layer, of_layer = torch.ops.gact_fx.recurrent_layer, torch.ops.gact_fx.recurrent_layer_backward
+    has_cells = mode == "lstm"
+
+    def forward(x: torch.Tensor, h: torch.Tensor, *weights: torch.Tensor) -> Any:
+        return layer(x, h, h if has_cells else None, *weights, *options)
+
+    def backward(x: torch.Tensor, h: torch.Tensor, *rest: torch.Tensor) -> Any:
+        y, starts_h, starts_c, *weights = rest
+        return of_layer(y, h, h if has_cells else h[:0, 0], x, starts_h, starts_c, *weights, *options)
+
+    with torch.no_grad():
+        y, _, _, *starts = forward(x, h, *weights)
+    loss = torch.zeros((), requires_grad=True)
+    calls: list[tuple[Callable[..., Any], Any]] = [
+        (forward, (x, h, *weights)),
+        (backward, (x, h, y, *starts, *weights)),
+    ]
+    for function, inputs in calls:
+        graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+        found = peak_bytes(partial(_run_for, loss, torch.no_grad()(function), inputs)).forward
+        assert peak_nbytes(graph, [], fused=True) == pytest.approx(found, rel=0.15)
