@@ -95,8 +95,9 @@ class Report:
         """The most bytes of activations that are live at a time in the largest step, as predicted.
 
         What forward keeps counts, as it is stored, and what operators make and free again. Parameters, gradients, the
-        batch and the optimizer's state do not, nor does what forward returns once it has returned, nor what libraries
-        take inside of an operator. Sizes are those that the graphs were traced with. None before there is a plan.
+        batch and the optimizer's state do not, nor does what forward returns once it has returned, nor most of what
+        libraries take inside of an operator. Sizes are those that the graphs were traced with. None before there is a
+        plan.
         """
         return self._of(self._timeline.after, "activations")
 

@@ -172,7 +172,8 @@ def _slabs(
     rows, width = len(hidden), columns_of_slab(hidden, weight)
     memory = hidden.new_empty(rows * width, dtype=dtype)
     own = memory if known is not None or dtype == hidden.dtype else hidden.new_empty(rows * width)
-    rounded = None if weight.dtype == hidden.dtype else hidden.new_empty(width, weight.shape[1])
+    # Whoever knows the logits needs no weight.
+    rounded = None if known is not None or weight.dtype == hidden.dtype else hidden.new_empty(width, weight.shape[1])
     for start in range(0, len(weight), width):
         classes = slice(start, min(start + width, len(weight)))
         shape = rows, classes.stop - start
